@@ -1,0 +1,12 @@
+// The package's one native module; each room of csrc binds itself in a file of its own.
+#include <pybind11/pybind11.h>
+
+namespace clover {
+void bind_attention_cpu(pybind11::module_& m);
+void bind_shm(pybind11::module_& m);
+}  // namespace clover
+
+PYBIND11_MODULE(_native, m) {
+  clover::bind_attention_cpu(m);
+  clover::bind_shm(m);
+}

@@ -1,0 +1,91 @@
+"""The contract of an attention backend: it owns a paged KV pool, appends to it, attends over it.
+
+It does not know requests, steps or wires: rows come as block tables and lengths.
+
+Shapes: t tokens of the call, r rows (requests of the call), h query heads, n KV heads,
+d the key size, e the value size, b blocks of the longest row.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from ..kvcache.layout import PoolLayout
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do; each field with its consequence."""
+
+    name: str
+    device: str
+    """torch device type of the tensors it takes and returns."""
+    dtypes: tuple[str, ...]
+    """KV types it stores; any other is refused by ``allocate``."""
+    direct_puts: bool
+    """The pool is in the canonical layout, so peers may put blocks straight into it."""
+    computes: bool = True
+    """False: results are zeros (the null backend)."""
+    features: frozenset[str] = frozenset()
+    """Of ``window``, ``softcap``, ``sinks``, ``alibi``; a spec asking for another is refused."""
+
+
+class AttentionBackend(ABC):
+    """Lifetime: ``allocate`` once, then any number of calls from one thread, then ``close``.
+
+    Appending is idempotent by position: writing a slot again replaces it. Blocks that no row
+    of a call names are never read, whatever they hold.
+    """
+
+    capabilities: Capabilities
+
+    @abstractmethod
+    def allocate(self, layout: PoolLayout, num_heads: int, buffer: memoryview | None = None) -> None:
+        """Makes the pool of ``layout.total_bytes`` bytes, in ``buffer`` where one is given
+        (writable, page-aligned, at least that long; it must outlive the backend).
+
+        ``num_heads``: query heads, a multiple of every layer's ``kv_heads``. Raises
+        ``ConfigError`` naming the field and what is allowed for a spec it cannot serve.
+        """
+
+    @abstractmethod
+    def append(self, layer: int, k_tnd: torch.Tensor, v_tne: torch.Tensor, slots_t: torch.Tensor) -> None:
+        """Stores keys and values; ``slots_t`` int64, ``block * block_size + offset``.
+
+        ``k_tnd`` and ``v_tne`` are of the stored type; heads and elements are contiguous within
+        a token, the token stride is free.
+        """
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        q_thd: torch.Tensor,
+        query_starts: torch.Tensor,
+        block_tables_rb: torch.Tensor,
+        lengths_r: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Causal attention of each row's query tokens over that row's cache.
+
+        ``query_starts`` int32 ``[r + 1]``: row i's query tokens are ``q[starts[i]:starts[i+1]]``,
+        at least one each. ``lengths_r`` int32: tokens in the cache, the query tokens (already
+        appended) included; the last query token is at position ``length - 1``.
+        ``block_tables_rb`` int32; entries past a row's length are never read.
+        Returns ``o_the`` in q's type and ``lse_th`` float32, the log of the softmax's
+        denominator (with sinks counted), by which partial results merge.
+        """
+
+    @abstractmethod
+    def export_blocks(self, blocks: list[int]) -> torch.Tensor:
+        """Bytes of whole blocks in the canonical layout: uint8 ``[layers][block][bytes]``, flat."""
+
+    @abstractmethod
+    def import_blocks(self, blocks: list[int], data: torch.Tensor) -> None:
+        """The reverse of ``export_blocks``; ``ValueError`` when the size does not fit."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives the pool back; calling it twice is fine."""

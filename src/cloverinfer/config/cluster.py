@@ -1,0 +1,143 @@
+"""What a cluster is made of. Every field has a default; units stand in the docstrings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ..core.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+TOPOLOGIES = ("colocated", "pd", "pda")
+EXECUTORS = ("local", "process", "ray")
+LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
+
+
+def _check(where: str, field: str, value: Any, good: bool, allowed: str) -> None:
+    if not good:
+        raise ConfigError(f"{where}.{field} must be {allowed}, not {value!r}")
+
+
+def _int_at_least(where: str, config: Any, low: int, *fields: str) -> None:
+    for field in fields:
+        value = getattr(config, field)
+        good = isinstance(value, int) and not isinstance(value, bool) and value >= low
+        _check(where, field, value, good, f"an integer >= {low}")
+
+
+def _positive(where: str, config: Any, *fields: str) -> None:
+    for field in fields:
+        value = getattr(config, field)
+        good = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+        _check(where, field, value, good, "a number > 0")
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model, and how its weights are held."""
+
+    model_path: str = "smollm2-135m"
+    """A known name, a Hugging Face directory, or a GGUF file."""
+    dtype: str = "auto"
+    """float32, bfloat16, float16; auto is what the processor multiplies natively, else float32."""
+    load_format: str = "auto"
+    """auto, safetensors, pt, gguf, or dummy (random weights from a config alone)."""
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens; None: the model's own limit."""
+    seed: int = 0
+    """Seed of dummy weights, and of the seeds drawn for requests that bring none."""
+
+    def __post_init__(self) -> None:
+        _check("model", "model_path", self.model_path,
+               isinstance(self.model_path, str) and bool(self.model_path), "a non-empty string")
+        _check("model", "dtype", self.dtype, self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        _check("model", "load_format", self.load_format, self.load_format in LOAD_FORMATS,
+               f"one of {', '.join(LOAD_FORMATS)}")
+        if self.max_model_len is not None:
+            _int_at_least("model", self, 1, "max_model_len")
+        _int_at_least("model", self, 0, "seed")
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The KV pools."""
+
+    block_size: int = 32
+    """Tokens per block: a power of two from 1 to 256."""
+    memory_gib: float = 1.0
+    """Budget of each attention node's pool (and of each prefill node's) in GiB."""
+    num_blocks: int | None = None
+    """Blocks per pool; overrides ``memory_gib``."""
+    enable_prefix_caching: bool = True
+    """Full blocks stay findable by their tokens after a request ends, until the space is needed."""
+
+    def __post_init__(self) -> None:
+        _int_at_least("cache", self, 1, "block_size")
+        _check("cache", "block_size", self.block_size,
+               self.block_size <= 256 and self.block_size & (self.block_size - 1) == 0,
+               "a power of two from 1 to 256")
+        _positive("cache", self, "memory_gib")
+        if self.num_blocks is not None:
+            _int_at_least("cache", self, 1, "num_blocks")
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Batching, admission and deadlines."""
+
+    max_num_seqs: int = 64
+    """Most requests that one dense node decodes at a time."""
+    max_num_batched_tokens: int = 2048
+    """Token budget of one forward: prefill chunks and decode rows together."""
+    enable_chunked_prefill: bool = True
+    """False: a prompt is prefilled in one forward (the token budget is raised to hold it)."""
+    max_queue: int = 1024
+    """Most requests that may wait; one more is refused."""
+    num_wavefronts: int = 1
+    """Wavefronts in flight per dense node, 1 to 4."""
+    step_timeout: float = 300.0
+    """Seconds a step may take before its requests fail."""
+    transfer_timeout: float = 60.0
+    """Seconds a KV transfer may take after the first token before its request fails."""
+
+    def __post_init__(self) -> None:
+        _int_at_least("scheduler", self, 1, "max_num_seqs", "max_num_batched_tokens", "max_queue",
+                      "num_wavefronts")
+        _check("scheduler", "num_wavefronts", self.num_wavefronts, self.num_wavefronts <= 4, "1 to 4")
+        _positive("scheduler", self, "step_timeout", "transfer_timeout")
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Nodes, what runs them and what connects them."""
+
+    topology: str = "pda"
+    """colocated; pd (prefill | dense + attention); pda (prefill | dense | attention)."""
+    executor: str = "ray"
+    """local (threads), process (processes of this host), ray (actors)."""
+    num_prefill_workers: int = 1
+    """Prefill nodes (pd, pda)."""
+    num_decode_dense_nodes: int = 1
+    """Dense nodes (pd, where each holds attention too; pda)."""
+    num_attention_nodes: int = 1
+    """Attention nodes (pda)."""
+    transport: str = "auto"
+    """auto (inproc for local, else shm), inproc, shm or ray."""
+    attention_backend: str = "auto"
+    """auto (cpu), cpu or torch."""
+    threads: int | None = None
+    """Compute threads of this host, shared by the nodes on it; None: the cores this process may use."""
+    start_timeout: float = 300.0
+    """Seconds that all nodes together may take to start."""
+    cache: CacheConfig = msgspec.field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        for field, known in (("topology", TOPOLOGIES), ("executor", EXECUTORS)):
+            value = getattr(self, field)
+            _check("cluster", field, value, value in known, f"one of {', '.join(known)}")
+        _int_at_least("cluster", self, 1, "num_prefill_workers", "num_decode_dense_nodes",
+                      "num_attention_nodes")
+        if self.threads is not None:
+            _int_at_least("cluster", self, 1, "threads")
+        _positive("cluster", self, "start_timeout")
+        _check("cluster", "transport", self.transport,
+               self.transport != "inproc" or self.executor == "local",
+               "shm or ray where nodes are processes")

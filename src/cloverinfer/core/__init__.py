@@ -1,0 +1,1 @@
+"""The nouns every room shares: requests, sampling parameters, errors, the clock."""

@@ -1,0 +1,51 @@
+"""Every error that CloverInfer raises on purpose.
+
+``ValueError`` subclasses are the caller's to mend and say how; the others say what broke.
+"""
+
+from __future__ import annotations
+
+
+class CloverError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class ConfigError(CloverError, ValueError):
+    """A configuration value or key is wrong; the message names it and what is allowed."""
+
+
+class RequestError(CloverError, ValueError):
+    """A request cannot be served as asked (empty or too long prompt, bad parameter)."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        """Name of the offending field, where there is one."""
+
+
+class QueueFullError(CloverError):
+    """The bounded waiting queue is full; try again later."""
+
+
+class ModelError(CloverError, ValueError):
+    """A model is unknown, or its files are missing, damaged or not supported."""
+
+
+class NodeStartError(CloverError):
+    """A node could not start; the message carries the node's name and its own reason."""
+
+
+class NodeDiedError(CloverError):
+    """A node that was serving is gone."""
+
+
+class TransportError(CloverError):
+    """A put, a connection or a registration failed."""
+
+
+class DeadlineError(TransportError, TimeoutError):
+    """Something did not finish within its deadline."""
+
+
+class EngineClosedError(CloverError):
+    """The engine was shut down, or failed, before the request could finish."""

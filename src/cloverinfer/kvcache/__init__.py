@@ -1,0 +1,1 @@
+"""Block ids, prefixes and the layout of a pool; knows nothing of tensors."""

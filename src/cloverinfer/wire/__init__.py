@@ -1,0 +1,1 @@
+"""Messages between processes: msgspec structs, one per kind, and 32-bit notices."""

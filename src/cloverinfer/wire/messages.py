@@ -1,0 +1,271 @@
+"""Messages of the control plane: at most one of each per node and step.
+
+Requests travel as small numbers. A *lane* is the place of one wavefront on one node; a node runs
+one step of a lane at a time. Whatever arrives for an incarnation that has ended is dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+from ..kvcache.layout import PoolLayout
+from ..transport.base import RegionRef
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """What a node needs to choose a token."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+
+class Push(msgspec.Struct, array_like=True):
+    """Where a prefill puts a request's KV cache."""
+
+    node: str
+    """Name of the node whose pool receives it."""
+    transfer: int
+    """Slot of the transfer at the receiver."""
+    blocks: list[int]
+    """Receiver's blocks, one for each block of the request."""
+    skip: int
+    """Leading blocks that the receiver already holds, which are not sent."""
+
+
+class Join(msgspec.Struct, array_like=True):
+    """A request becomes known to a node."""
+
+    request: int
+    incarnation: int
+    tokens: list[int]
+    """Token ids from position ``start`` on that are known so far."""
+    start: int
+    """Position of ``tokens[0]``: the KV cache of what lies before it exists."""
+    blocks: list[int]
+    """The request's blocks in the pool that this node attends over; empty on a dense node of pda."""
+    sampling: Sampling
+    home: str = ""
+    """Name of the attention node that holds its KV cache (pda dense nodes)."""
+    push: Push | None = None
+    """Set on prefill nodes."""
+
+
+class StepPlan(msgspec.Struct, array_like=True, tag="step"):
+    """One forward of one lane of a prefill, dense or colocated node.
+
+    Row i advances request ``rows[i]`` by ``counts[i]`` tokens from position ``starts[i]``. Where
+    the node does not know a token from the join, it is the one that it sampled there last. Rows
+    with ``samples[i]`` sample a token after their last position. Rows of one home are adjacent.
+    """
+
+    lane: int
+    step: int
+    rows: list[int]
+    starts: list[int]
+    counts: list[int]
+    samples: list[bool]
+    joins: list[Join]
+    leaves: list[int]
+    """Requests to forget, before the joins are read."""
+    blocks: list[tuple[int, list[int]]]
+    """Blocks added to a request's table: (request, blocks)."""
+
+
+class AttentionJoin(msgspec.Struct, array_like=True):
+    """A request's block table becomes known to an attention node."""
+
+    request: int
+    incarnation: int
+    blocks: list[int]
+
+
+class AttentionPlan(msgspec.Struct, array_like=True, tag="attention"):
+    """The rows of one dense node's wavefront that live on this attention node, in hop order."""
+
+    source: str
+    """Name of the dense node."""
+    lane: int
+    step: int
+    rows: list[int]
+    lengths: list[int]
+    """Tokens in the cache once this step's token is appended."""
+    joins: list[AttentionJoin]
+    leaves: list[int]
+    blocks: list[tuple[int, list[int]]]
+
+
+class ExpectTransfer(msgspec.Struct, array_like=True, tag="expect"):
+    """Promise to a receiver: these blocks of a request will be put into its pool."""
+
+    transfer: int
+    request: int
+    incarnation: int
+    source: str
+    """Name of the prefill node."""
+    blocks: list[int]
+    """The receiver's blocks that will be written, each once per layer."""
+
+
+class CancelTransfer(msgspec.Struct, array_like=True, tag="cancel"):
+    """The transfer will not be finished; the receiver forgets it."""
+
+    transfer: int
+
+
+class KVChunk(msgspec.Struct, array_like=True, tag="chunk"):
+    """From prefill node to receiver, before the chunk's puts: what the next notices stand for."""
+
+    transfer: int
+    request: int
+    incarnation: int
+    first: int
+    """Index of the chunk's first block among the promised blocks."""
+    count: int
+    """Blocks of the chunk, in each layer."""
+
+
+class TransferDone(msgspec.Struct, array_like=True, tag="transferred"):
+    """From receiver to scheduler: every promised block of every layer has arrived once; or not."""
+
+    node: str
+    transfer: int
+    request: int
+    incarnation: int
+    nbytes: int
+    error: str = ""
+    """Why the transfer cannot be completed; empty when it is whole."""
+
+
+class StepStats(msgspec.Struct, array_like=True):
+    """Measured on the node that ran the step; seconds."""
+
+    seconds: float = 0.0
+    """From reading the plan to the result."""
+    dense: float = 0.0
+    """In stages, logits."""
+    sample: float = 0.0
+    attention: float = 0.0
+    """In the local attention backend (0 where attention is remote)."""
+    attention_calls: int = 0
+    """Layer calls to local attention, or hops to attention nodes."""
+    barrier: float = 0.0
+    """Waiting for attention nodes."""
+    barriers: int = 0
+    """Times it waited for them."""
+    push: float = 0.0
+    """Putting KV blocks into receivers' pools."""
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+class StepDone(msgspec.Struct, array_like=True, tag="done"):
+    """A step's sampled tokens: ``tokens[i]`` for the i-th row of the plan that samples."""
+
+    node: str
+    lane: int
+    step: int
+    tokens: list[int]
+    stats: StepStats
+
+
+class StepFailed(msgspec.Struct, array_like=True, tag="failed"):
+    """A step raised; none of its rows advanced."""
+
+    node: str
+    lane: int
+    step: int
+    error: str
+
+
+class AttentionDone(msgspec.Struct, array_like=True, tag="attended"):
+    """What an attention node did for one step of one wavefront."""
+
+    node: str
+    source: str
+    lane: int
+    step: int
+    calls: int
+    """Layer calls."""
+    rows: int
+    seconds: float
+    """In append and attend."""
+    bytes_in: int
+    bytes_out: int
+    error: str = ""
+    """Set when the step could not be attended; the dense node's step will not finish."""
+
+
+class PeerInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What one node must know of another to exchange data with it."""
+
+    name: str
+    role: str
+    address: str
+    regions: dict[str, RegionRef]
+    """By purpose: ``kv`` (the pool), ``hop`` (rows from or to dense nodes)."""
+    layout: PoolLayout | None
+    """Of the pool, where it has one."""
+    layout_name: str
+    model: str
+    """Fingerprint of the model: nodes of different models refuse each other."""
+    version: str
+    """Version of the wire protocol."""
+
+
+class NodeInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What a started node tells whoever started it."""
+
+    peer: PeerInfo
+    pid: int
+    host: str
+    device: str
+    transport: str
+    threads: int
+    kv_blocks: int
+    """Blocks of its pool; 0 without one."""
+    eos_token_ids: list[int]
+    max_position: int
+    vocab_size: int
+    weight_bytes: int
+    """Weights that a decode step reads; 0 without any."""
+
+
+class Meet(msgspec.Struct, array_like=True, tag="meet"):
+    """To every node, once all have started: the others, and where results go."""
+
+    scheduler: str
+    """Address of the scheduler's endpoint."""
+    peers: list[PeerInfo]
+
+
+class Met(msgspec.Struct, array_like=True, tag="met"):
+    """A node's answer: it is connected to all it needs, or why not."""
+
+    node: str
+    error: str = ""
+
+
+class Shutdown(msgspec.Struct, array_like=True, tag="shutdown"):
+    """The node ends its loop, closes its endpoint and gives everything back."""
+
+
+Message = Union[
+    StepPlan, AttentionPlan, ExpectTransfer, CancelTransfer, KVChunk, TransferDone, StepDone,
+    StepFailed, AttentionDone, Meet, Met, Shutdown,
+]
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """Raises ``msgspec.ValidationError`` or ``msgspec.DecodeError`` on anything else."""
+    return _decoder.decode(data)
