@@ -1,6 +1,16 @@
 """Configuration: frozen records with defaults, checked on construction; YAML and environment."""
 
 from .cluster import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig
-from .load import load_config
+from .load import Config, check_node_counts, load_config
+from .server import ServerConfig
 
-__all__ = ["CacheConfig", "ClusterConfig", "ModelConfig", "SchedulerConfig", "load_config"]
+__all__ = [
+    "CacheConfig",
+    "ClusterConfig",
+    "Config",
+    "ModelConfig",
+    "SchedulerConfig",
+    "ServerConfig",
+    "check_node_counts",
+    "load_config",
+]

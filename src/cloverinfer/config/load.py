@@ -1,7 +1,265 @@
-"""Reads a cluster's YAML file and ``CLOVER_*`` environment variables into configs."""
+"""Reads settings from a YAML file, ``CLOVER_*`` environment variables and overrides.
+
+Sections are ``model``, ``cluster``, ``cache``, ``scheduler`` and ``server``; a variable is named
+``CLOVER_<SECTION>_<FIELD>``. Overrides (command-line flags) win over the environment, which wins
+over the file, which wins over the defaults. Every value remembers where it came from, so that an
+error can say so. What a field means stands in the records themselves; nothing here knows any.
+"""
 
 from __future__ import annotations
 
+import difflib
+import math
+import os
+import typing
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
-def load_config() -> None:
-    raise NotImplementedError
+import msgspec
+import yaml
+
+from ..core.errors import ConfigError
+from .cluster import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig
+from .server import ServerConfig
+
+PREFIX = "CLOVER_"
+SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "model": ModelConfig,
+    "cluster": ClusterConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "server": ServerConfig,
+}
+NODE_COUNTS = {
+    "num_prefill_workers": ("prefill", ("pd", "pda")),
+    "num_decode_dense_nodes": ("dense", ("pd", "pda")),
+    "num_attention_nodes": ("attention", ("pda",)),
+}
+"""Count field: the role it counts, and the topologies that have nodes of that role."""
+
+Settings = Mapping[str, Mapping[str, Any]]
+"""Values by section and field."""
+_Sourced = dict[str, dict[str, tuple[Any, str]]]
+"""Values with where each came from, by section and field."""
+_S = TypeVar("_S", bound=msgspec.Struct)
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a file, the environment and flags can set."""
+
+    model: ModelConfig = msgspec.field(default_factory=ModelConfig)
+    cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
+    server: ServerConfig = msgspec.field(default_factory=ServerConfig)
+
+
+def load_config(
+    path: str | os.PathLike[str] | None = None,
+    overrides: Settings | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    defaults: Settings | None = None,
+) -> Config:
+    """The settings in force; ``environ`` is ``os.environ`` unless given.
+
+    ``overrides`` win over all else. ``defaults`` replace the records' own defaults and count as
+    not given. Raises ``ConfigError`` naming where the value came from, the key and what is allowed.
+    """
+    values: _Sourced = {section: {} for section in SECTIONS}
+    _merge(values, defaults or {}, "default")
+    given: _Sourced = {section: {} for section in SECTIONS}
+    if path is not None:
+        _merge(given, _read_file(Path(path)), str(path))
+    _merge_environment(given, os.environ if environ is None else environ)
+    _merge(given, overrides or {}, "flag")
+    for section, fields in given.items():
+        values[section].update(fields)
+    cluster = _build(
+        ClusterConfig,
+        "cluster",
+        values,
+        {
+            "cache": _build(CacheConfig, "cache", values),
+            "scheduler": _build(SchedulerConfig, "scheduler", values),
+        },
+    )
+    check_node_counts(cluster.topology, {k: source for k, (_, source) in given["cluster"].items()})
+    return Config(
+        model=_build(ModelConfig, "model", values),
+        cluster=cluster,
+        server=_build(ServerConfig, "server", values),
+    )
+
+
+def check_node_counts(topology: str, given: Mapping[str, str]) -> None:
+    """Refuses counts of nodes that ``topology`` does not have.
+
+    ``given`` maps the cluster fields that were set on purpose to where each was set.
+    """
+    for field, (role, topologies) in NODE_COUNTS.items():
+        if field in given and topology not in topologies:
+            raise ConfigError(
+                f"{_from(given[field])}cluster.{field}: topology {topology!r} has no {role} nodes "
+                f"of its own; leave the count out or use {' or '.join(topologies)}"
+            )
+
+
+def _read_file(path: Path) -> Settings:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"cannot read the configuration file {path}: {reason}") from error
+    try:
+        data = yaml.load(text, Loader=_UniqueKeys)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path} is not valid YAML: {reason}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold sections ({', '.join(SECTIONS)}), not {data!r}")
+    sections = {}
+    for section, fields in data.items():
+        if not isinstance(fields, dict | None):
+            raise ConfigError(f"{path}: section {section} must hold keys, not {fields!r}")
+        sections[section] = fields or {}
+    return sections
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping, where YAML would take the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key_node.value!r} stands twice", key_node.start_mark
+                )
+            seen.add(key_node.value if isinstance(key_node.value, str) else id(key_node))
+        return super().construct_mapping(node, deep)
+
+
+def _merge(into: _Sourced, settings: Settings, source: str) -> None:
+    for section, fields in settings.items():
+        if section not in SECTIONS:
+            raise ConfigError(
+                f"{_from(source)}unknown section {section!r}{_hint(section, list(SECTIONS))}"
+            )
+        types = _field_types(section)
+        for name, value in fields.items():
+            if name not in types:
+                raise ConfigError(_unknown_key(_from(source), section, name))
+            _check_type(f"{_from(source)}{section}.{name}", value, types[name])
+            into[section][name] = (value, source)
+
+
+def _merge_environment(into: _Sourced, environ: Mapping[str, str]) -> None:
+    for variable, text in sorted(environ.items()):
+        if not variable.startswith(PREFIX):
+            continue
+        section, _, name = variable[len(PREFIX) :].lower().partition("_")
+        if section not in SECTIONS:
+            # Other programs may have variables of this prefix; only a slip of the pen is ours.
+            close = difflib.get_close_matches(section, SECTIONS, 1, 0.75)
+            if name and close:
+                raise ConfigError(f"{variable}: unknown section {section!r}{_hint(section, close)}")
+            continue
+        types = _field_types(section)
+        if name not in types:
+            raise ConfigError(_unknown_key(f"{variable}: ", section, name))
+        into[section][name] = (_parse(variable, text, types[name]), variable)
+
+
+def _field_types(section: str) -> dict[str, Any]:
+    """Resolved types of the fields that a section sets; nested records are other sections."""
+    fields = msgspec.structs.fields(SECTIONS[section])
+    return {field.name: field.type for field in fields if field.name not in SECTIONS}
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """The types of a union, or the type itself."""
+    return typing.get_args(kind) or (kind,)
+
+
+def _describe(kind: Any) -> str:
+    names = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+    return " or ".join(names.get(one, "none") for one in _alternatives(kind))
+
+
+def _check_type(where: str, value: Any, kind: Any) -> None:
+    allowed = _alternatives(kind)
+    if float in allowed:
+        allowed = (*allowed, int)
+    # bool is an int to Python, but `port: yes` is no port.
+    good = bool in allowed if isinstance(value, bool) else isinstance(value, allowed)
+    if isinstance(value, float) and not math.isfinite(value):
+        good = False
+    if not good:
+        raise ConfigError(f"{where} must be {_describe(kind)}, not {value!r}")
+
+
+def _parse(variable: str, text: str, kind: Any) -> Any:
+    """A variable's text as a value of the field's type."""
+    allowed = _alternatives(kind)
+    if type(None) in allowed and text.lower() in ("", "none", "null"):
+        return None
+    if bool in allowed and text.lower() in _BOOLEANS:
+        return _BOOLEANS[text.lower()]
+    for number in (int, float):
+        if number in allowed:
+            try:
+                value = number(text)
+            except ValueError:
+                break
+            _check_type(variable, value, kind)
+            return value
+    if str in allowed:
+        return text
+    raise ConfigError(f"{variable} must be {_describe(kind)}, not {text!r}")
+
+
+_BOOLEANS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+
+
+def _build(
+    record: type[_S],
+    section: str,
+    values: _Sourced,
+    nested: Mapping[str, msgspec.Struct] | None = None,
+) -> _S:
+    fields = values[section]
+    arguments: dict[str, Any] = {name: value for name, (value, _) in fields.items()}
+    try:
+        return record(**arguments, **(nested or {}))
+    except ConfigError as error:
+        # The records' messages begin with the key; say where its value came from.
+        name = str(error).partition(" ")[0].rpartition(".")[2]
+        source = fields[name][1] if name in fields else ""
+        raise ConfigError(f"{_from(source)}{error}") from error
+
+
+def _from(source: str) -> str:
+    return "" if source in ("", "flag", "default") else f"{source}: "
+
+
+def _unknown_key(prefix: str, section: str, name: object) -> str:
+    if name in SECTIONS:
+        return f"{prefix}{name} is a section of its own, not a key of {section}"
+    known = list(_field_types(section))
+    return f"{prefix}unknown key {name!r} in section {section}{_hint(str(name), known)}"
+
+
+def _hint(wrong: object, known: list[str]) -> str:
+    close = difflib.get_close_matches(str(wrong), known, 1)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
