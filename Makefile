@@ -1,0 +1,88 @@
+# setup   makes .venv, installs the pinned requirements and builds the native part
+# run     answers a chat prompt with three nodes under an embedded Ray (PROMPT="..." to ask else)
+# test    all test tiers        lint   every check on style and structure
+# bench   quick benchmarks      clean  removes what was built (.venv with it)
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := setup
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PROMPT ?= Why is the sky blue? Answer in two sentences.
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+BUILD_REQUIREMENTS := scikit-build-core pybind11 cmake ninja
+NATIVE := CMakeLists.txt $(shell find csrc -type f)
+TIERS := $(foreach tier,unit contract kernels integration e2e,$(wildcard tests/$(tier)))
+
+.PHONY: setup run test lint bench clean format check-resolve
+
+setup: $(VENV)/.native
+
+$(VENV)/.made:
+	@echo "==> checking for Python 3.10 or newer, its headers and a C++ compiler"
+	@test -n "$(PYTHON)" || { echo "error: no python3 found: install Python 3.10 or newer" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "error: $(PYTHON) is older than Python 3.10; set PYTHON=..." >&2; exit 1; }
+	@"$(PYTHON)" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' \
+	  || { echo "error: Python.h is missing: install python3-dev (Debian) or python3-devel" >&2; exit 1; }
+	@command -v "$${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null \
+	  || { echo "error: no C++ compiler found: install g++ or clang" >&2; exit 1; }
+	@echo "==> making $(VENV) with $(PYTHON)"
+	@"$(PYTHON)" -m venv $(VENV) \
+	  || { echo "error: cannot make $(VENV): on Debian install python3-venv" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.deps: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "==> installing the build requirements"
+	@$(PIP) install --quiet -c constraints.txt $(BUILD_REQUIREMENTS)
+	@echo "==> installing the package and its requirements (minutes the first time)"
+	@$(PIP) install --no-build-isolation -c constraints.txt -e ".[dev]"
+	@touch $@
+
+$(VENV)/.native: $(VENV)/.deps $(NATIVE)
+	@if [ -n "$(filter-out $(VENV)/.deps,$?)" ] && [ -e $@ ]; then \
+	  echo "==> building the native part again (its sources changed)"; \
+	  $(PIP) install --quiet --no-build-isolation --no-deps -e .; \
+	fi
+	@touch $@
+
+run: setup
+	@$(BIN)/cloverinfer generate --chat --topology pda --executor ray "$(PROMPT)"
+
+test: setup
+	@$(BIN)/python -m pytest $(TIERS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' \
+	  | xargs --no-run-if-empty $(BIN)/clang-format --dry-run -Werror
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' \
+	  | xargs --no-run-if-empty $(BIN)/clang-format -i
+
+bench: setup
+	@mkdir -p build/bench
+	@for script in benchmarks/*.py; do \
+	  case $$script in */_*) continue;; esac; \
+	  [ -e "$$script" ] || { echo "no benchmarks yet"; break; }; \
+	  echo "==> $$script"; \
+	  $(BIN)/python $$script --quick --json build/bench/$$(basename $$script .py).json; \
+	done
+
+check-resolve: setup
+	@echo "==> resolving the pins for every supported Python (metadata only)"
+	@[ -x build/uv/bin/uv ] || { $(BIN)/python -m venv build/uv && build/uv/bin/pip install --quiet uv; }
+	@$(BIN)/python tools/check_resolution.py --uv build/uv/bin/uv
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
