@@ -48,11 +48,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Seed of dummy weights, and of the seeds drawn for requests that bring none."""
 
     def __post_init__(self) -> None:
-        _check("model", "model_path", self.model_path,
-               isinstance(self.model_path, str) and bool(self.model_path), "a non-empty string")
+        _check(
+            "model",
+            "model_path",
+            self.model_path,
+            isinstance(self.model_path, str) and bool(self.model_path),
+            "a non-empty string",
+        )
         _check("model", "dtype", self.dtype, self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
-        _check("model", "load_format", self.load_format, self.load_format in LOAD_FORMATS,
-               f"one of {', '.join(LOAD_FORMATS)}")
+        _check(
+            "model",
+            "load_format",
+            self.load_format,
+            self.load_format in LOAD_FORMATS,
+            f"one of {', '.join(LOAD_FORMATS)}",
+        )
         if self.max_model_len is not None:
             _int_at_least("model", self, 1, "max_model_len")
         _int_at_least("model", self, 0, "seed")
@@ -72,9 +82,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         _int_at_least("cache", self, 1, "block_size")
-        _check("cache", "block_size", self.block_size,
-               self.block_size <= 256 and self.block_size & (self.block_size - 1) == 0,
-               "a power of two from 1 to 256")
+        _check(
+            "cache",
+            "block_size",
+            self.block_size,
+            self.block_size <= 256 and self.block_size & (self.block_size - 1) == 0,
+            "a power of two from 1 to 256",
+        )
         _positive("cache", self, "memory_gib")
         if self.num_blocks is not None:
             _int_at_least("cache", self, 1, "num_blocks")
@@ -99,9 +113,18 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Seconds a KV transfer may take after the first token before its request fails."""
 
     def __post_init__(self) -> None:
-        _int_at_least("scheduler", self, 1, "max_num_seqs", "max_num_batched_tokens", "max_queue",
-                      "num_wavefronts")
-        _check("scheduler", "num_wavefronts", self.num_wavefronts, self.num_wavefronts <= 4, "1 to 4")
+        _int_at_least(
+            "scheduler",
+            self,
+            1,
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_queue",
+            "num_wavefronts",
+        )
+        _check(
+            "scheduler", "num_wavefronts", self.num_wavefronts, self.num_wavefronts <= 4, "1 to 4"
+        )
         _positive("scheduler", self, "step_timeout", "transfer_timeout")
 
 
@@ -133,11 +156,21 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for field, known in (("topology", TOPOLOGIES), ("executor", EXECUTORS)):
             value = getattr(self, field)
             _check("cluster", field, value, value in known, f"one of {', '.join(known)}")
-        _int_at_least("cluster", self, 1, "num_prefill_workers", "num_decode_dense_nodes",
-                      "num_attention_nodes")
+        _int_at_least(
+            "cluster",
+            self,
+            1,
+            "num_prefill_workers",
+            "num_decode_dense_nodes",
+            "num_attention_nodes",
+        )
         if self.threads is not None:
             _int_at_least("cluster", self, 1, "threads")
         _positive("cluster", self, "start_timeout")
-        _check("cluster", "transport", self.transport,
-               self.transport != "inproc" or self.executor == "local",
-               "shm or ray where nodes are processes")
+        _check(
+            "cluster",
+            "transport",
+            self.transport,
+            self.transport != "inproc" or self.executor == "local",
+            "shm or ray where nodes are processes",
+        )

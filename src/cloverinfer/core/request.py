@@ -26,7 +26,7 @@ ALLOWED: dict[RequestState, frozenset[RequestState]] = {
     _S.PREFILLING: frozenset({_S.TRANSFERRING, _S.DECODING, _S.PREEMPTED}) | TERMINAL,
     _S.TRANSFERRING: frozenset({_S.DECODING, _S.PREEMPTED}) | TERMINAL,
     _S.DECODING: frozenset({_S.PREEMPTED}) | TERMINAL,
-    _S.PREEMPTED: frozenset({_S.PREFILLING, _S.ABORTED, _S.FAILED}),
+    _S.PREEMPTED: frozenset({_S.PREFILLING}) | TERMINAL,
     _S.FINISHED: frozenset(),
     _S.ABORTED: frozenset(),
     _S.FAILED: frozenset(),

@@ -32,20 +32,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Go on past the model's end-of-sequence tokens."""
 
     def __post_init__(self) -> None:
-        self._check("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1")
-        self._check("temperature", _is_real(self.temperature) and 0 <= self.temperature <= 100,
-                    "a number in [0, 100]")
+        self._check(
+            "max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1"
+        )
+        self._check(
+            "temperature",
+            _is_real(self.temperature) and 0 <= self.temperature <= 100,
+            "a number in [0, 100]",
+        )
         self._check("top_k", _is_int(self.top_k) and self.top_k >= -1, "an integer >= 0 (0: all)")
         self._check("top_p", _is_real(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
-        self._check("seed", self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63),
-                    "a 64-bit integer")
+        self._check(
+            "seed",
+            self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63),
+            "a 64-bit integer",
+        )
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        self._check("stop", isinstance(stop, (list, tuple)) and len(stop) <= MAX_STOP_STRINGS
-                    and all(isinstance(s, str) and s for s in stop),
-                    f"at most {MAX_STOP_STRINGS} non-empty strings")
+        self._check(
+            "stop",
+            isinstance(stop, (list, tuple))
+            and len(stop) <= MAX_STOP_STRINGS
+            and all(isinstance(s, str) and s for s in stop),
+            f"at most {MAX_STOP_STRINGS} non-empty strings",
+        )
         ids = self.stop_token_ids
-        self._check("stop_token_ids", isinstance(ids, (list, tuple)) and all(_is_int(t) and t >= 0 for t in ids),
-                    "a list of token ids")
+        self._check(
+            "stop_token_ids",
+            isinstance(ids, (list, tuple)) and all(_is_int(t) and t >= 0 for t in ids),
+            "a list of token ids",
+        )
         msgspec.structs.force_setattr(self, "stop", tuple(stop))
         msgspec.structs.force_setattr(self, "stop_token_ids", tuple(ids))
 

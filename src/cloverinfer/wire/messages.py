@@ -254,8 +254,18 @@ class Shutdown(msgspec.Struct, array_like=True, tag="shutdown"):
 
 
 Message = Union[
-    StepPlan, AttentionPlan, ExpectTransfer, CancelTransfer, KVChunk, TransferDone, StepDone,
-    StepFailed, AttentionDone, Meet, Met, Shutdown,
+    StepPlan,
+    AttentionPlan,
+    ExpectTransfer,
+    CancelTransfer,
+    KVChunk,
+    TransferDone,
+    StepDone,
+    StepFailed,
+    AttentionDone,
+    Meet,
+    Met,
+    Shutdown,
 ]
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,0 +1,276 @@
+"""The attention node: owns a KV pool, takes transfers into it, answers hops over it.
+
+It knows requests only as block tables, and the model only as KV specs: it holds no weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..kvcache.layout import PoolLayout
+from ..models import ResolvedModel
+from ..transport import Endpoint, Peer, Ranges, RegionRef
+from ..wire.messages import (
+    AttentionDone,
+    AttentionPlan,
+    CancelTransfer,
+    ExpectTransfer,
+    KVChunk,
+    Message,
+)
+from ..wire.notices import STEP_MASK, HopNotice, pack_hop, unpack
+from .base import Node
+from .config import NodeConfig
+from .gate import Gate, OpenGate
+from .hop import HopBuffer, HopShape, row_index
+from .local import describe, make_backend
+from .rows import BlockTables, apply_attention_rows, slots_of
+from .transfers import TransferReceiver
+
+log = logging.getLogger(__name__)
+LaneKey = tuple[str, int]
+"""(dense node's name, lane)"""
+
+
+@dataclass
+class _Step:
+    """One wavefront's step on this node: its rows as tensors, its totals so far."""
+
+    plan: AttentionPlan
+    query_starts: torch.Tensor
+    block_tables_rb: torch.Tensor
+    lengths_r: torch.Tensor
+    slots_t: torch.Tensor
+    index: np.ndarray
+    calls: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class _Source:
+    """A dense node: where its rows arrive, where output goes; each per lane."""
+
+    index: int
+    ranges: list[Ranges] = field(default_factory=list)
+
+
+class AttentionNode(Node):
+    def __init__(
+        self, config: NodeConfig, model: ResolvedModel, endpoint: Endpoint, gate: Gate | OpenGate
+    ) -> None:
+        super().__init__(config, model, endpoint, gate)
+        self.layout = self.make_layout()
+        self.pool = self.endpoint.register(self.layout.total_bytes)
+        heads = model.arch.num_heads
+        self.backend = make_backend(
+            config.attention_backend, self.layout, heads, config.threads, self.pool
+        )
+        self.shape = HopShape(self.specs, heads, getattr(torch, model.dtype))
+        self._in = HopBuffer(
+            self.shape, False, len(config.dense_nodes), config.lanes, config.max_rows
+        )
+        self._out = HopBuffer(
+            self.shape, True, len(config.dense_nodes), config.lanes, config.max_rows
+        )
+        self._in_region = self.endpoint.register(self._in.nbytes)
+        self._out_region = self.endpoint.register(self._out.nbytes)
+        self._in_rows = self._in.tensor(self._in_region)
+        self._out_rows = self._out.tensor(self._out_region)
+        self.tables = BlockTables(config.cache.block_size)
+        self.transfers = TransferReceiver(config.name, self.layout, self.report)
+        self._sources: dict[str, _Source] = {}
+        self._steps: dict[LaneKey, _Step] = {}
+        self._early: dict[LaneKey, HopNotice] = {}
+
+    def regions(self) -> dict[str, RegionRef]:
+        return {"kv": self.pool.ref, "hop": self._in_region.ref}
+
+    def pool_layout(self) -> PoolLayout:
+        return self.layout
+
+    def on_meet(self) -> None:
+        config = self.config
+        mine = config.attention_nodes.index(config.name)
+        back = HopBuffer(
+            self.shape, True, len(config.attention_nodes), config.lanes, config.max_rows
+        )
+        for i, name in enumerate(config.dense_nodes):
+            source = _Source(i)
+            for lane in range(config.lanes):
+                local = self._out.slices(self._out_region, i, lane)
+                remote = back.slices(self.peers[name].regions["hop"], mine, lane)
+                source.ranges.append(self.endpoint.prepare(self.link(name), local, remote))
+            self._sources[name] = source
+
+    def close(self) -> None:
+        self.backend.close()
+        del self._in_rows, self._out_rows
+        for region in (self.pool, self._in_region, self._out_region):
+            region.close()
+        super().close()
+
+    # -- what arrives
+
+    def on_message(self, peer: Peer, message: Message) -> None:
+        if isinstance(message, AttentionPlan):
+            self._begin(message)
+        elif isinstance(message, ExpectTransfer):
+            self.transfers.expect(message)
+        elif isinstance(message, CancelTransfer):
+            self.transfers.cancel(message)
+        elif isinstance(message, KVChunk):
+            self.transfers.take(self.name_of(peer), message)
+        else:
+            log.warning("%s: dropped a %s", self.config.name, type(message).__name__)
+
+    def on_notice(self, peer: Peer, notice: int) -> None:
+        event = unpack(notice)
+        if not isinstance(event, HopNotice):
+            self.transfers.take(self.name_of(peer), event)
+            return
+        key = (self.name_of(peer), event.lane)
+        step = self._steps.get(key)
+        if step is None or step.plan.step & STEP_MASK != event.step:
+            self._early[key] = event  # its plan is still on the way
+        else:
+            self._attend(key, step, event.layer)
+
+    def _begin(self, plan: AttentionPlan) -> None:
+        key = (plan.source, plan.lane)
+        try:
+            apply_attention_rows(self.tables, plan.leaves, plan.joins, plan.blocks)
+            step = self._steps[key] = self._make_step(plan)
+        except (AssertionError, KeyError, IndexError) as problem:
+            self._fail(plan, problem)
+            return
+        early = self._early.pop(key, None)
+        if early is not None and early.step == plan.step & STEP_MASK:
+            self._attend(key, step, early.layer)
+
+    def _make_step(self, plan: AttentionPlan) -> _Step:
+        lengths = np.asarray(plan.lengths, np.int32)
+        tables = self.tables.gather(plan.rows, int(lengths.max()))
+        rows = np.arange(len(plan.rows))
+        slots = slots_of(tables, rows, lengths.astype(np.int64) - 1, self.config.cache.block_size)
+        return _Step(
+            plan=plan,
+            query_starts=torch.arange(len(plan.rows) + 1, dtype=torch.int32),
+            block_tables_rb=torch.from_numpy(tables),
+            lengths_r=torch.from_numpy(lengths),
+            slots_t=torch.from_numpy(slots),
+            index=row_index(0, 0, len(plan.rows)),
+        )
+
+    def _attend(self, key: LaneKey, step: _Step, layer: int) -> None:
+        """Answers one hop; the boundary where a step's errors stop."""
+        plan, source = step.plan, self._sources[key[0]]
+        count = len(plan.rows)
+        try:
+            with self.gate:
+                started = time.perf_counter()
+                q, k, v = self.shape.split(layer, self._in_rows[source.index, plan.lane, :count])
+                out = self.shape.output(layer, self._out_rows[source.index, plan.lane, :count])
+                self._append_and_attend(layer, step, q, k, v, out)
+                step.seconds += time.perf_counter() - started
+            step.calls += 1
+            ticket = self.endpoint.put(
+                source.ranges[plan.lane], step.index, pack_hop(plan.lane, plan.step, layer)
+            )
+            if ticket.error is not None:
+                raise ticket.error
+        except Exception as problem:
+            log.exception("%s: attention of layer %d failed", self.config.name, layer)
+            del self._steps[key]
+            self._fail(plan, problem)
+            return
+        if layer == self.layout.num_layers - 1:
+            del self._steps[key]
+            self._report_step(step)
+
+    @torch.inference_mode()
+    def _append_and_attend(
+        self,
+        layer: int,
+        step: _Step,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        self.backend.append(layer, k, v, step.slots_t)
+        result, _ = self.backend.attend(
+            layer, q, step.query_starts, step.block_tables_rb, step.lengths_r
+        )
+        out.copy_(result)
+
+    def _report_step(self, step: _Step) -> None:
+        plan, count = step.plan, len(step.plan.rows)
+        self.report(
+            AttentionDone(
+                self.config.name,
+                plan.source,
+                plan.lane,
+                plan.step,
+                step.calls,
+                count,
+                step.seconds,
+                step.calls * count * self._in.row_bytes,
+                step.calls * count * self._out.row_bytes,
+            )
+        )
+
+    def _fail(self, plan: AttentionPlan, problem: Exception) -> None:
+        self.report(
+            AttentionDone(
+                self.config.name,
+                plan.source,
+                plan.lane,
+                plan.step,
+                0,
+                len(plan.rows),
+                0.0,
+                0,
+                0,
+                describe(problem),
+            )
+        )
+
+    # -- the reference path: one layer by a plain call
+
+    @torch.inference_mode()
+    def decode_layer_batch(
+        self,
+        layer: int,
+        q_rhd: torch.Tensor,
+        k_rnd: torch.Tensor,
+        v_rne: torch.Tensor,
+        block_tables: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+    ) -> torch.Tensor:
+        """Appends one token per row and attends: o ``[r, h, e]``.
+
+        ``block_tables[i]`` are row i's blocks in this node's pool; ``lengths[i]`` its tokens with
+        this one, whose position is ``lengths[i] - 1``.
+        """
+        width = max(len(table) for table in block_tables)
+        tables = np.zeros((len(block_tables), width), np.int32)
+        for row, table in zip(tables, block_tables):
+            row[: len(table)] = table
+        positions = np.asarray(lengths, np.int64) - 1
+        slots = slots_of(tables, np.arange(len(tables)), positions, self.config.cache.block_size)
+        self.backend.append(layer, k_rnd, v_rne, torch.from_numpy(slots))
+        starts = torch.arange(len(tables) + 1, dtype=torch.int32)
+        out, _ = self.backend.attend(
+            layer,
+            q_rhd,
+            starts,
+            torch.from_numpy(tables),
+            torch.tensor(list(lengths), dtype=torch.int32),
+        )
+        return out

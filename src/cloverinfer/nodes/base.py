@@ -1,0 +1,213 @@
+"""What every node is: an endpoint, a loop over what arrives, and a way to meet the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from abc import ABC, abstractmethod
+
+import msgspec
+import torch
+
+from ..core.errors import CloverError, ConfigError, TransportError
+from ..kvcache.layout import CANONICAL_LAYOUT, PoolLayout, blocks_for, blocks_in_budget
+from ..models import ResolvedModel, kv_specs
+from ..transport import Endpoint, Peer, RegionRef
+from ..wire.messages import Meet, Message, Met, NodeInfo, PeerInfo, Shutdown, decode, encode
+from ..wire.notices import MAX_LAYERS
+from .config import NodeConfig
+from .gate import Gate, OpenGate
+
+log = logging.getLogger(__name__)
+WIRE_VERSION = "1"
+POLL_SECONDS = 0.5
+"""How long a poll may wait; only bounds how soon ``stop`` from another thread is seen."""
+
+
+class Node(ABC):
+    """Lifetime: construct, ``run`` in one thread until ``Shutdown`` or ``stop``, which closes it.
+
+    Subclasses answer ``on_message`` and ``on_notice``; both run in the thread of ``run``.
+    """
+
+    def __init__(
+        self, config: NodeConfig, model: ResolvedModel, endpoint: Endpoint, gate: Gate | OpenGate
+    ) -> None:
+        torch.set_num_threads(config.threads)
+        self.config = config
+        self.model = model
+        self.gate = gate
+        self.specs = kv_specs(model.arch, model.dtype)
+        if len(self.specs) >= MAX_LAYERS:
+            raise ConfigError(
+                f"{model.name} has {len(self.specs)} layers; at most {MAX_LAYERS - 1}"
+            )
+        self.endpoint = endpoint
+        self.peers: dict[str, PeerInfo] = {}
+        self._links: dict[str, Peer] = {}
+        self._names: dict[str, str] = {}
+        self._scheduler: Peer | None = None
+        self._stopped = threading.Event()
+
+    # -- what others must know of this node
+
+    @abstractmethod
+    def regions(self) -> dict[str, RegionRef]:
+        """Regions that peers write to, by purpose."""
+
+    def pool_layout(self) -> PoolLayout | None:
+        return None
+
+    def weight_bytes(self) -> int:
+        return 0
+
+    def info(self) -> NodeInfo:
+        layout = self.pool_layout()
+        config, arch = self.config, self.model.arch
+        peer = PeerInfo(
+            name=config.name,
+            role=config.role,
+            address=self.endpoint.address(),
+            regions=self.regions(),
+            layout=layout,
+            layout_name=CANONICAL_LAYOUT,
+            model=self.model.fingerprint,
+            version=WIRE_VERSION,
+        )
+        return NodeInfo(
+            peer=peer,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            device="cpu",
+            transport=self.endpoint.capabilities.name,
+            threads=config.threads,
+            kv_blocks=layout.num_blocks if layout else 0,
+            eos_token_ids=list(self.model.eos_token_ids),
+            max_position=self.model.max_model_len,
+            vocab_size=arch.vocab_size,
+            weight_bytes=self.weight_bytes(),
+        )
+
+    # -- meeting
+
+    def meet(self, meet: Meet) -> None:
+        """Connects to the scheduler and to the nodes this one exchanges data with."""
+        self._scheduler = self.endpoint.connect(meet.scheduler)
+        self.peers = {peer.name: peer for peer in meet.peers if peer.name != self.config.name}
+        error = ""
+        try:
+            for peer in self.peers.values():
+                self._check_peer(peer)
+            self.on_meet()
+        except (CloverError, ValueError) as problem:
+            error = f"{self.config.name}: {problem}"
+        self.report(Met(self.config.name, error))
+
+    def on_meet(self) -> None:
+        """Prepares what the step path needs of the peers."""
+
+    def link(self, name: str) -> Peer:
+        """The connection to the node called ``name``."""
+        if name not in self._links:
+            address = self.peers[name].address
+            self._links[name] = self.endpoint.connect(address)
+            self._names[address] = name
+        return self._links[name]
+
+    def name_of(self, peer: Peer) -> str:
+        """Name of the node at the other end; empty for a stranger."""
+        name = self._names.get(peer.address)
+        if name is None:
+            known = (info.name for info in self.peers.values() if info.address == peer.address)
+            name = next(known, "")
+            if name:
+                self._names[peer.address] = name
+        return name
+
+    def _check_peer(self, peer: PeerInfo) -> None:
+        mine = {
+            "wire version": WIRE_VERSION,
+            "model": self.model.fingerprint,
+            "KV layout": CANONICAL_LAYOUT,
+        }
+        theirs = {"wire version": peer.version, "model": peer.model, "KV layout": peer.layout_name}
+        layout = self.pool_layout()
+        if layout is not None and peer.layout is not None:
+            mine |= {"block size": str(layout.block_size), "KV spec": str(layout.specs)}
+            theirs |= {"block size": str(peer.layout.block_size), "KV spec": str(peer.layout.specs)}
+        for field, value in mine.items():
+            if theirs[field] != value:
+                raise ConfigError(f"{field} is {value} here and {theirs[field]} on {peer.name}")
+
+    # -- the loop
+
+    def run(self) -> None:
+        torch.set_num_threads(self.config.threads)
+        try:
+            while not self._stopped.is_set():
+                self.step(POLL_SECONDS)
+        finally:
+            self.close()
+
+    def step(self, timeout: float) -> None:
+        """Handles what arrives within ``timeout`` seconds."""
+        events = self.endpoint.poll(timeout)
+        for peer, data in events.messages:
+            self._handle(peer, data)
+        for peer, notice in events.notices:
+            self.on_notice(peer, notice)
+
+    def stop(self) -> None:
+        """From any thread: the loop ends at its next turn."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        self.endpoint.close()
+
+    def _handle(self, peer: Peer, data: bytes) -> None:
+        try:
+            message = decode(data)
+        except (msgspec.ValidationError, msgspec.DecodeError) as problem:
+            log.warning(
+                "%s: dropped a malformed message from %s: %s",
+                self.config.name,
+                peer.address,
+                problem,
+            )
+            return
+        if isinstance(message, Meet):
+            self.meet(message)
+        elif isinstance(message, Shutdown):
+            self.stop()
+        else:
+            self.on_message(peer, message)
+
+    @abstractmethod
+    def on_message(self, peer: Peer, message: Message) -> None: ...
+
+    @abstractmethod
+    def on_notice(self, peer: Peer, notice: int) -> None: ...
+
+    def report(self, message: Message) -> None:
+        """To the scheduler. If that is gone, so is the reason to serve."""
+        assert self._scheduler is not None
+        try:
+            self.endpoint.send(self._scheduler, encode(message))
+        except TransportError as problem:
+            log.warning("%s: the scheduler cannot be reached: %s", self.config.name, problem)
+            self.stop()
+
+    # -- shared by nodes with a pool
+
+    def make_layout(self) -> PoolLayout:
+        """The pool that the cache's configuration asks for: never larger than can be used."""
+        cache = self.config.cache
+        count = cache.num_blocks
+        if count is None:
+            budget = cache.memory_gib * 2**30
+            count = blocks_in_budget(self.specs, cache.block_size, budget)
+            longest = blocks_for(self.model.max_model_len, cache.block_size)
+            count = min(count, 2 * self.config.max_rows * longest)
+        return PoolLayout(self.specs, cache.block_size, count)

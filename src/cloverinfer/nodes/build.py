@@ -1,0 +1,34 @@
+"""Makes the node that a config describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..models import resolve_model
+from ..transport import create_endpoint
+from . import config as roles
+from .attention import AttentionNode
+from .base import Node
+from .config import NodeConfig
+from .dense import DecodeDenseNode
+from .gate import Gate, OpenGate
+from .local import ColocatedNode, DecodeNode, PrefillNode
+
+_CLASSES: dict[str, Callable[..., Node]] = {
+    roles.PREFILL: PrefillNode,
+    roles.DENSE: DecodeDenseNode,
+    roles.ATTENTION: AttentionNode,
+    roles.DECODE: DecodeNode,
+    roles.COLOCATED: ColocatedNode,
+}
+
+
+def build_node(config: NodeConfig, gate: Gate | OpenGate | None = None) -> Node:
+    """The node, its weights loaded and its pool allocated; raises a ``CloverError`` if it cannot."""
+    model = resolve_model(config.model)
+    endpoint = create_endpoint(config.transport, config.name)
+    try:
+        return _CLASSES[config.role](config, model, endpoint, gate or OpenGate())
+    except BaseException:
+        endpoint.close()
+        raise

@@ -1,0 +1,287 @@
+"""The dense node of ``pda``: all weights, no cache; drives each wavefront layer by layer.
+
+Every lane is a small state machine: a stage runs, its q, k, v go to the attention nodes that hold
+the rows' caches, and the lane waits for their notices while other lanes run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+import torch
+
+from ..models import ResolvedModel, load_half
+from ..models.base import Carry
+from ..models.sampling import sample
+from ..transport import Endpoint, Peer, Ranges, RegionRef
+from ..wire.messages import Message, Sampling, StepDone, StepFailed, StepPlan, StepStats
+from ..wire.notices import STEP_MASK, HopNotice, pack_hop, unpack
+from .base import Node
+from .config import NodeConfig
+from .forward import last_stage, sample_rows
+from .gate import Gate, OpenGate
+from .hop import HopBuffer, HopShape, row_index
+from .rows import Batch, RowTable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Segment:
+    """Adjacent rows of a step that live on one attention node."""
+
+    home: str
+    first: int
+    count: int
+    index: np.ndarray
+
+
+@dataclass
+class _Lane:
+    """A step under way."""
+
+    plan: StepPlan
+    batch: Batch
+    segments: list[_Segment]
+    stats: StepStats
+    started: float
+    layer: int = 0
+    carry: Carry | None = None
+    waiting: set[str] = field(default_factory=set)
+    """Attention nodes that have not answered for ``layer``."""
+
+
+class DecodeDenseNode(Node):
+    def __init__(
+        self, config: NodeConfig, model: ResolvedModel, endpoint: Endpoint, gate: Gate | OpenGate
+    ) -> None:
+        super().__init__(config, model, endpoint, gate)
+        self.half = load_half(model, config.model.seed)
+        self.rows = RowTable(config.cache.block_size, local_attention=False)
+        self.shape = HopShape(self.specs, model.arch.num_heads, getattr(torch, model.dtype))
+        attention = len(config.attention_nodes)
+        self._out = HopBuffer(self.shape, False, 1, config.lanes, config.max_rows)
+        self._in = HopBuffer(self.shape, True, attention, config.lanes, config.max_rows)
+        self._out_region = self.endpoint.register(self._out.nbytes)
+        self._in_region = self.endpoint.register(self._in.nbytes)
+        self._out_rows = self._out.tensor(self._out_region)[0]
+        self._in_rows = self._in.tensor(self._in_region)
+        self._homes = {name: i for i, name in enumerate(config.attention_nodes)}
+        self._ranges: dict[str, list[Ranges]] = {}
+        self._lanes: dict[int, _Lane] = {}
+
+    def regions(self) -> dict[str, RegionRef]:
+        return {"hop": self._in_region.ref}
+
+    def weight_bytes(self) -> int:
+        return self.half.weight_bytes
+
+    def on_meet(self) -> None:
+        config = self.config
+        mine = config.dense_nodes.index(config.name)
+        there = HopBuffer(self.shape, False, len(config.dense_nodes), config.lanes, config.max_rows)
+        for name in config.attention_nodes:
+            remote = self.peers[name].regions["hop"]
+            self._ranges[name] = [
+                self.endpoint.prepare(
+                    self.link(name),
+                    self._out.slices(self._out_region, 0, lane),
+                    there.slices(remote, mine, lane),
+                )
+                for lane in range(config.lanes)
+            ]
+
+    def close(self) -> None:
+        del self._in_rows, self._out_rows
+        self._in_region.close()
+        self._out_region.close()
+        super().close()
+
+    # -- the loop: time asleep while lanes wait is the barrier
+
+    def step(self, timeout: float) -> None:
+        started = time.perf_counter()
+        waiting = [lane for lane in self._lanes.values() if lane.waiting]
+        events = self.endpoint.poll(timeout)
+        slept = time.perf_counter() - started
+        for lane in waiting:
+            lane.stats.barrier += slept
+        for peer, data in events.messages:
+            self._handle(peer, data)
+        for peer, notice in events.notices:
+            self.on_notice(peer, notice)
+
+    def on_message(self, peer: Peer, message: Message) -> None:
+        if isinstance(message, StepPlan):
+            self._begin(message)
+        else:
+            log.warning("%s: dropped a %s", self.config.name, type(message).__name__)
+
+    def on_notice(self, peer: Peer, notice: int) -> None:
+        event = unpack(notice)
+        lane = self._lanes.get(event.lane) if isinstance(event, HopNotice) else None
+        home = self.name_of(peer)
+        current = (
+            lane is not None
+            and isinstance(event, HopNotice)
+            and lane.plan.step & STEP_MASK == event.step
+            and lane.layer == event.layer
+            and home in lane.waiting
+        )
+        if not current:
+            log.warning("%s: dropped a stale notice from %s", self.config.name, peer.address)
+            return
+        assert lane is not None
+        lane.waiting.discard(home)
+        if not lane.waiting:
+            self._guard(lane, self._resume)
+
+    # -- a step
+
+    def _begin(self, plan: StepPlan) -> None:
+        lane = None
+        try:
+            self.rows.apply(plan)
+            batch = self.rows.batch(plan)
+            lane = _Lane(plan, batch, self._segments(batch), StepStats(), time.perf_counter())
+        except (AssertionError, KeyError) as problem:
+            self._fail(plan, problem)
+            return
+        self._lanes[plan.lane] = lane
+        self._guard(lane, self._start)
+
+    def _guard(self, lane: _Lane, action) -> None:  # type: ignore[no-untyped-def]
+        """The boundary where a step's errors stop."""
+        try:
+            action(lane)
+        except Exception as problem:
+            log.exception("%s: step %d failed", self.config.name, lane.plan.step)
+            self._lanes.pop(lane.plan.lane, None)
+            self._fail(lane.plan, problem)
+
+    def _fail(self, plan: StepPlan, problem: Exception) -> None:
+        reason = f"{type(problem).__name__}: {problem}"
+        self.report(StepFailed(self.config.name, plan.lane, plan.step, reason))
+
+    def _segments(self, batch: Batch) -> list[_Segment]:
+        segments, first = [], 0
+        for home, rows in groupby(batch.rows, key=lambda row: row.home):
+            count = len(list(rows))
+            segments.append(_Segment(home, first, count, row_index(first, 0, count)))
+            first += count
+        assert len({s.home for s in segments}) == len(segments), "rows of one home are not adjacent"
+        return segments
+
+    @torch.inference_mode()
+    def _start(self, lane: _Lane) -> None:
+        self._stage(lane, None)
+
+    @torch.inference_mode()
+    def _resume(self, lane: _Lane) -> None:
+        attn_out = self._gather(lane)
+        lane.layer += 1
+        if lane.layer < self.half.num_layers:
+            self._stage(lane, attn_out)
+        else:
+            self._finish(lane, attn_out)
+
+    def _stage(self, lane: _Lane, attn_out: torch.Tensor | None) -> None:
+        batch = lane.batch
+        with self.gate:
+            started = time.perf_counter()
+            q, k, v, lane.carry = self.half.stage(
+                lane.layer, attn_out, lane.carry, batch.token_ids_t, batch.positions_t
+            )
+            assert q is not None and k is not None and v is not None
+            rows = self._out_rows[lane.plan.lane, : len(batch.rows)]
+            for place, value in zip(self.shape.split(lane.layer, rows), (q, k, v)):
+                place.copy_(value)
+            lane.stats.dense += time.perf_counter() - started
+        self._hop(lane)
+
+    def _hop(self, lane: _Lane) -> None:
+        stats, plan = lane.stats, lane.plan
+        lane.waiting = {segment.home for segment in lane.segments}
+        stats.barriers += 1
+        for segment in lane.segments:
+            ticket = self.endpoint.put(
+                self._ranges[segment.home][plan.lane],
+                segment.index,
+                pack_hop(plan.lane, plan.step, lane.layer),
+            )
+            if ticket.error is not None:
+                raise ticket.error
+            stats.attention_calls += 1
+            stats.bytes_out += segment.count * self._out.row_bytes
+
+    def _gather(self, lane: _Lane) -> torch.Tensor:
+        """The attention output of the lane's layer, rows in plan order."""
+        parts = []
+        for segment in lane.segments:
+            rows = self._in_rows[self._homes[segment.home], lane.plan.lane, : segment.count]
+            parts.append(self.shape.output(lane.layer, rows))
+            lane.stats.bytes_in += segment.count * self._in.row_bytes
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _finish(self, lane: _Lane, attn_out: torch.Tensor) -> None:
+        stats = lane.stats
+        assert lane.carry is not None
+        with self.gate:
+            t0 = time.perf_counter()
+            logits = last_stage(self.half, lane.batch, attn_out, lane.carry)
+            t1 = time.perf_counter()
+            tokens = sample_rows(lane.batch, logits)
+            t2 = time.perf_counter()
+        stats.dense += t1 - t0
+        stats.sample += t2 - t1
+        stats.seconds = t2 - lane.started
+        del self._lanes[lane.plan.lane]
+        self.report(StepDone(self.config.name, lane.plan.lane, lane.plan.step, tokens, stats))
+
+    # -- the reference path: a step by plain calls, layer by layer
+
+    def start_token_batch(self, token_ids: list[int], positions: list[int]) -> TokenBatch:
+        """Begins a decode step of one token per row."""
+        return TokenBatch(
+            torch.tensor(token_ids, dtype=torch.int64), torch.tensor(positions, dtype=torch.int64)
+        )
+
+    @torch.inference_mode()
+    def prepare_attention_batch(
+        self, batch: TokenBatch, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q ``[r, h, d]``, k ``[r, n, d]``, v ``[r, n, e]`` of ``layer``; layers in order."""
+        q, k, v, batch.carry = self.half.stage(
+            layer, batch.attn_out, batch.carry, batch.token_ids, batch.positions
+        )
+        assert q is not None and k is not None and v is not None
+        return q, k, v
+
+    def finish_layer_batch(self, batch: TokenBatch, layer: int, attn_out_rhe: torch.Tensor) -> None:
+        """Hands over the attention output of ``layer``; its output projection and FFN run with
+        the next layer's projection, or with sampling."""
+        batch.attn_out = attn_out_rhe
+
+    @torch.inference_mode()
+    def sample_next_token_batch(self, batch: TokenBatch, sampling: list[Sampling]) -> list[int]:
+        """The token after each row's, by that row's sampling parameters."""
+        half = self.half
+        _, _, _, carry = half.stage(
+            half.num_layers, batch.attn_out, batch.carry, None, batch.positions
+        )
+        positions = (batch.positions + 1).tolist()
+        return [int(token) for token in sample(half.logits(carry), sampling, positions)]
+
+
+@dataclass
+class TokenBatch:
+    """A decode step of the reference path."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    carry: Carry | None = None
+    attn_out: torch.Tensor | None = None

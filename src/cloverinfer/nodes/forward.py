@@ -1,0 +1,90 @@
+"""One forward over a local attention backend: the dense half and attention in one node."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from ..attention.base import AttentionBackend
+from ..models.base import DenseHalf
+from ..models.sampling import sample
+from ..wire.messages import StepStats
+from .gate import Gate, OpenGate
+from .rows import Batch
+
+
+def last_stage(
+    half: DenseHalf, batch: Batch, attn_out: torch.Tensor, carry: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """Stage L and logits, of the tokens that are sampled after only: ``[s, c]`` float32."""
+    positions = batch.positions_t
+    if not batch.all_sample:
+        index = batch.sample_tokens
+        attn_out, positions = attn_out[index], positions[index]
+        carry = tuple(tensor[index] for tensor in carry)
+    _, _, _, carry = half.stage(half.num_layers, attn_out, carry, None, positions)
+    return half.logits(carry)
+
+
+def sample_rows(batch: Batch, logits: torch.Tensor) -> list[int]:
+    """Chooses a token for each sampling row and notes it as the row's next."""
+    params = [row.sampling for row in batch.sampled]
+    tokens = [int(token) for token in sample(logits, params, batch.sample_positions)]
+    for row, token, position in zip(batch.sampled, tokens, batch.sample_positions):
+        del row.tokens[position - row.start :]  # a replayed step replaces what it had sampled
+        row.tokens.append(token)
+    return tokens
+
+
+class LocalForward:
+    """Runs whole steps; ``on_layer(layer)`` is called as each layer's KV is complete."""
+
+    def __init__(self, half: DenseHalf, backend: AttentionBackend, gate: Gate | OpenGate) -> None:
+        self._half = half
+        self._backend = backend
+        self._gate = gate
+
+    @torch.inference_mode()
+    def run(
+        self, batch: Batch, stats: StepStats, on_layer: Callable[[int], None] | None = None
+    ) -> list[int]:
+        """The sampled tokens; adds the time of each part to ``stats``."""
+        half, carry, attn_out = self._half, None, None
+        for layer in range(half.num_layers):
+            with self._gate:
+                t0 = time.perf_counter()
+                q, k, v, carry = half.stage(
+                    layer, attn_out, carry, batch.token_ids_t, batch.positions_t
+                )
+                t1 = time.perf_counter()
+                attn_out = self._attend(layer, batch, q, k, v)
+                t2 = time.perf_counter()
+            stats.dense += t1 - t0
+            stats.attention += t2 - t1
+            stats.attention_calls += 1
+            if on_layer is not None:
+                on_layer(layer)
+        if not batch.sampled:
+            return []
+        return self._finish(batch, attn_out, carry, stats)
+
+    def _attend(self, layer: int, batch: Batch, q, k, v) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        assert batch.slots_t is not None and batch.block_tables_rb is not None
+        self._backend.append(layer, k, v, batch.slots_t)
+        out, _ = self._backend.attend(
+            layer, q, batch.query_starts, batch.block_tables_rb, batch.lengths_r
+        )
+        return out
+
+    def _finish(self, batch: Batch, attn_out, carry, stats: StepStats) -> list[int]:  # type: ignore[no-untyped-def]
+        with self._gate:
+            t0 = time.perf_counter()
+            logits = last_stage(self._half, batch, attn_out, carry)
+            t1 = time.perf_counter()
+            tokens = sample_rows(batch, logits)
+            t2 = time.perf_counter()
+        stats.dense += t1 - t0
+        stats.sample += t2 - t1
+        return tokens

@@ -1,0 +1,193 @@
+"""Nodes that attend over a pool of their own: prefill, colocated, and decode (topology pd)."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+
+from ..attention import AttentionBackend, create_backend
+from ..core.errors import CloverError
+from ..kvcache.layout import PoolLayout
+from ..models import ResolvedModel, load_half
+from ..transport import Endpoint, Peer, Region, RegionRef
+from ..wire.messages import (
+    CancelTransfer,
+    ExpectTransfer,
+    KVChunk,
+    Message,
+    StepDone,
+    StepFailed,
+    StepPlan,
+    StepStats,
+)
+from ..wire.notices import KVNotice, unpack
+from .base import Node
+from .config import PREFILL, NodeConfig
+from .forward import LocalForward
+from .gate import Gate, OpenGate
+from .rows import Batch, RowTable
+from .transfers import KVPusher, PushJob, TransferReceiver, plan_push
+
+log = logging.getLogger(__name__)
+
+
+def make_backend(
+    name: str, layout: PoolLayout, num_heads: int, threads: int, region: Region | None
+) -> AttentionBackend:
+    """The backend with its pool, in ``region`` where peers write to it."""
+    backend = create_backend("cpu" if name == "auto" else name, threads)
+    backend.allocate(layout, num_heads, region.buffer if region is not None else None)
+    return backend
+
+
+class LocalNode(Node):
+    """Runs step plans over a local pool, one forward per plan, in order of arrival."""
+
+    def __init__(
+        self, config: NodeConfig, model: ResolvedModel, endpoint: Endpoint, gate: Gate | OpenGate
+    ) -> None:
+        super().__init__(config, model, endpoint, gate)
+        self.layout = self.make_layout()
+        self.pool = self.endpoint.register(self.layout.total_bytes)
+        self.backend = make_backend(
+            config.attention_backend, self.layout, model.arch.num_heads, config.threads, self.pool
+        )
+        self.half = load_half(model, config.model.seed)
+        self.rows = RowTable(config.cache.block_size, local_attention=True)
+        self.forward = LocalForward(self.half, self.backend, gate)
+        self.received_bytes = 0
+
+    def regions(self) -> dict[str, RegionRef]:
+        return {"kv": self.pool.ref}
+
+    def pool_layout(self) -> PoolLayout:
+        return self.layout
+
+    def weight_bytes(self) -> int:
+        return self.half.weight_bytes
+
+    def close(self) -> None:
+        self.backend.close()
+        self.pool.close()
+        super().close()
+
+    def on_notice(self, peer: Peer, notice: int) -> None:
+        log.warning("%s: dropped a notice from %s", self.config.name, peer.address)
+
+    def on_message(self, peer: Peer, message: Message) -> None:
+        if isinstance(message, StepPlan):
+            self.run_plan(message)
+        else:
+            log.warning("%s: dropped a %s", self.config.name, type(message).__name__)
+
+    def run_plan(self, plan: StepPlan) -> None:
+        """One step, whose result or failure is reported: the boundary where errors stop."""
+        started = time.perf_counter()
+        stats = StepStats()
+        try:
+            self.rows.apply(plan)
+            tokens = self.run_batch(self.rows.batch(plan), stats)
+        except Exception as problem:
+            log.exception("%s: step %d failed", self.config.name, plan.step)
+            reason = f"{type(problem).__name__}: {problem}"
+            self.report(StepFailed(self.config.name, plan.lane, plan.step, reason))
+            return
+        stats.seconds = time.perf_counter() - started
+        self.report(StepDone(self.config.name, plan.lane, plan.step, tokens, stats))
+
+    def run_batch(self, batch: Batch, stats: StepStats) -> list[int]:
+        return self.forward.run(batch, stats)
+
+
+class ColocatedNode(LocalNode):
+    """All three leaves in one node: prefill chunks and decode rows in one forward."""
+
+
+class DecodeNode(LocalNode):
+    """Dense and attention in one node; its pool is filled by prefill nodes (topology pd)."""
+
+    def __init__(
+        self, config: NodeConfig, model: ResolvedModel, endpoint: Endpoint, gate: Gate | OpenGate
+    ) -> None:
+        super().__init__(config, model, endpoint, gate)
+        self.transfers = TransferReceiver(config.name, self.layout, self.report)
+
+    def on_notice(self, peer: Peer, notice: int) -> None:
+        event = unpack(notice)
+        if isinstance(event, KVNotice):
+            self.transfers.take(self.name_of(peer), event)
+        else:
+            super().on_notice(peer, notice)
+
+    def on_message(self, peer: Peer, message: Message) -> None:
+        if isinstance(message, ExpectTransfer):
+            self.transfers.expect(message)
+        elif isinstance(message, CancelTransfer):
+            self.transfers.cancel(message)
+        elif isinstance(message, KVChunk):
+            self.transfers.take(self.name_of(peer), message)
+        else:
+            super().on_message(peer, message)
+
+
+class PrefillNode(LocalNode):
+    """Runs prompts and puts each layer's blocks into the receivers' pools as the layer ends."""
+
+    def __init__(
+        self, config: NodeConfig, model: ResolvedModel, endpoint: Endpoint, gate: Gate | OpenGate
+    ) -> None:
+        super().__init__(config, model, endpoint, gate)
+        self._pushers: dict[str, KVPusher] = {}
+
+    def on_meet(self) -> None:
+        for name, peer in self.peers.items():
+            if peer.layout is not None and peer.role != PREFILL:
+                self._pushers[name] = KVPusher(
+                    self.endpoint,
+                    self.link(name),
+                    self.pool,
+                    self.layout,
+                    peer.regions["kv"],
+                    peer.layout,
+                )
+
+    def run_batch(self, batch: Batch, stats: StepStats) -> list[int]:
+        jobs = self._plan_pushes(batch)
+        for job in jobs:
+            job.pusher.announce(job.chunk)
+
+        def push_layer(layer: int) -> None:
+            started = time.perf_counter()
+            for job in jobs:
+                stats.bytes_out += job.pusher.put_layer(job.transfer, layer, job.index)
+            stats.push += time.perf_counter() - started
+
+        return self.forward.run(batch, stats, push_layer)
+
+    def _plan_pushes(self, batch: Batch) -> list[PushJob]:
+        sampling = {row.request for row in batch.sampled}
+        jobs = []
+        for row, end in zip(batch.rows, batch.lengths_r.tolist()):
+            if row.push is None:
+                continue
+            blocks: np.ndarray = self.rows.blocks(row.request)
+            job = plan_push(
+                row,
+                blocks,
+                end,
+                row.request in sampling,
+                self.config.cache.block_size,
+                self._pushers[row.push.node],
+            )
+            if job is not None:
+                jobs.append(job)
+        return jobs
+
+
+def describe(problem: BaseException) -> str:
+    """One line that says what went wrong."""
+    return (
+        str(problem) if isinstance(problem, CloverError) else f"{type(problem).__name__}: {problem}"
+    )

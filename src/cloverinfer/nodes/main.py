@@ -1,0 +1,89 @@
+"""A node as a process of its own: ``python -m cloverinfer.nodes.main REPORT_FD``.
+
+The config comes on standard input (length-prefixed msgpack), which then stays open: its end means
+that the parent is gone and so must this process be. One report goes to the given descriptor: the
+node's info, or why it could not start.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import BinaryIO, Union
+
+import msgspec
+
+from ..wire.messages import NodeInfo
+from .config import NodeConfig
+
+GRACE_SECONDS = 5.0
+"""How long a node may take to close once its parent is gone."""
+
+
+class Started(msgspec.Struct, tag=True):
+    info: NodeInfo
+
+
+class Refused(msgspec.Struct, tag=True):
+    reason: str
+
+
+Report = Union[Started, Refused]
+
+
+def read_exactly(stream: BinaryIO, count: int) -> bytes:
+    data = stream.read(count)
+    if len(data) != count:
+        raise EOFError("the parent closed the pipe before it sent the config")
+    return data
+
+
+def read_config(stream: BinaryIO) -> NodeConfig:
+    size = int.from_bytes(read_exactly(stream, 4), "little")
+    return msgspec.msgpack.decode(read_exactly(stream, size), type=NodeConfig)
+
+
+def frame_config(config: NodeConfig) -> bytes:
+    data = msgspec.msgpack.encode(config)
+    return len(data).to_bytes(4, "little") + data
+
+
+def main(report_fd: int) -> int:
+    logging.basicConfig(level=os.environ.get("CLOVER_LOG_LEVEL", "WARNING").upper())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it ends us in order
+    stream = sys.stdin.buffer
+    config = read_config(stream)
+    from .build import build_node
+    from .local import describe
+
+    try:
+        node = build_node(config)
+    except Exception as problem:
+        logging.getLogger(__name__).debug("start failed", exc_info=True)
+        _report(report_fd, Refused(describe(problem)))
+        return 1
+    signal.signal(signal.SIGTERM, lambda *_: node.stop())
+
+    def watch_parent() -> None:
+        while stream.read(1):
+            pass
+        node.stop()
+        threading.Event().wait(GRACE_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch_parent, name="watch-parent", daemon=True).start()
+    _report(report_fd, Started(node.info()))
+    node.run()
+    return 0
+
+
+def _report(fd: int, report: Report) -> None:
+    with os.fdopen(fd, "wb") as pipe:
+        pipe.write(msgspec.msgpack.encode(report))
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

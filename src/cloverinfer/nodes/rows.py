@@ -1,0 +1,218 @@
+"""The requests a node knows, and the tensors of a step made from a plan.
+
+Tables are numpy arrays with one row per request; a plan's rows are gathered from them, so Python
+runs once per row and step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..kvcache.layout import blocks_for
+from ..wire.messages import AttentionJoin, Join, Push, Sampling, StepPlan
+
+
+class BlockTables:
+    """Block tables by request number: one growing 2-D array and the row each request has in it."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._table = np.zeros((16, 8), np.int32)
+        self._sizes = np.zeros(16, np.int32)
+        self._rows: dict[int, int] = {}
+        self._free = list(range(15, -1, -1))
+
+    def __contains__(self, request: int) -> bool:
+        return request in self._rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def join(self, request: int, blocks: Sequence[int]) -> None:
+        assert request not in self._rows, f"request {request} joined twice"
+        if not self._free:
+            self._grow_rows()
+        row = self._rows[request] = self._free.pop()
+        self._sizes[row] = 0
+        self.extend(request, blocks)
+
+    def extend(self, request: int, blocks: Sequence[int]) -> None:
+        row = self._rows[request]
+        size = int(self._sizes[row])
+        end = size + len(blocks)
+        if end > self._table.shape[1]:
+            wider = max(end, 2 * self._table.shape[1])
+            self._table = np.pad(self._table, ((0, 0), (0, wider - self._table.shape[1])))
+        self._table[row, size:end] = blocks
+        self._sizes[row] = end
+
+    def leave(self, request: int) -> None:
+        """Unknown requests are fine: a leave may reach a node that never met the request."""
+        row = self._rows.pop(request, None)
+        if row is not None:
+            self._free.append(row)
+
+    def blocks(self, request: int) -> npt.NDArray[np.int32]:
+        row = self._rows[request]
+        return self._table[row, : self._sizes[row]]
+
+    def gather(self, requests: Sequence[int], longest: int) -> npt.NDArray[np.int32]:
+        """Tables of ``requests`` (a copy), as wide as ``longest`` tokens need."""
+        rows = [self._rows[request] for request in requests]
+        width = blocks_for(longest, self.block_size)
+        assert width <= self._table.shape[1], "a row is longer than its block table"
+        return self._table[rows, :width]
+
+    def _grow_rows(self) -> None:
+        count = len(self._table)
+        self._table = np.pad(self._table, ((0, count), (0, 0)))
+        self._sizes = np.pad(self._sizes, (0, count))
+        self._free = list(range(2 * count - 1, count - 1, -1))
+
+
+@dataclass
+class Row:
+    """One request on a node that runs the dense half."""
+
+    request: int
+    incarnation: int
+    tokens: list[int]
+    """Known tokens from position ``start`` on; sampled ones are added."""
+    start: int
+    sampling: Sampling
+    home: str
+    push: Push | None
+    pushed: int = 0
+    """Leading blocks that the receiver has or has been sent."""
+
+
+@dataclass
+class Batch:
+    """A step's tensors. t tokens, r rows."""
+
+    rows: list[Row]
+    token_ids_t: torch.Tensor
+    positions_t: torch.Tensor
+    query_starts: torch.Tensor
+    """int32 ``[r + 1]``."""
+    lengths_r: torch.Tensor
+    """int32; tokens in the cache once the step's are appended."""
+    block_tables_rb: torch.Tensor | None
+    slots_t: torch.Tensor | None
+    sample_tokens: torch.Tensor
+    """int64: index, among the step's tokens, of each token that is sampled after."""
+    sampled: list[Row]
+    sample_positions: list[int]
+    """Position of each token that will be sampled."""
+    all_sample: bool
+    """Every token of the step is sampled after: nothing to select."""
+
+
+def slots_of(
+    tables_rb: npt.NDArray[np.int32],
+    row_t: npt.NDArray[np.int64],
+    positions_t: npt.NDArray[np.int64],
+    block_size: int,
+) -> npt.NDArray[np.int64]:
+    """Pool slots of tokens, by their row and position."""
+    blocks = tables_rb[row_t, positions_t // block_size].astype(np.int64)
+    return blocks * block_size + positions_t % block_size
+
+
+class RowTable:
+    """The requests of one dense, prefill or colocated node."""
+
+    def __init__(self, block_size: int, local_attention: bool) -> None:
+        self._rows: dict[int, Row] = {}
+        self._tables = BlockTables(block_size) if local_attention else None
+        self._block_size = block_size
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Leaves, joins and new blocks, in this order."""
+        for request in plan.leaves:
+            self._rows.pop(request, None)
+            if self._tables is not None:
+                self._tables.leave(request)
+        for join in plan.joins:
+            self._join(join)
+        if self._tables is not None:
+            for request, blocks in plan.blocks:
+                self._tables.extend(request, blocks)
+
+    def _join(self, join: Join) -> None:
+        skip = join.push.skip if join.push else 0
+        self._rows[join.request] = Row(
+            join.request,
+            join.incarnation,
+            join.tokens,
+            join.start,
+            join.sampling,
+            join.home,
+            join.push,
+            skip,
+        )
+        if self._tables is not None:
+            self._tables.join(join.request, join.blocks)
+
+    def blocks(self, request: int) -> npt.NDArray[np.int32]:
+        assert self._tables is not None
+        return self._tables.blocks(request)
+
+    def batch(self, plan: StepPlan) -> Batch:
+        rows = [self._rows[request] for request in plan.rows]
+        tokens: list[int] = []
+        for row, start, count in zip(rows, plan.starts, plan.counts):
+            at = start - row.start
+            assert 0 <= at and at + count <= len(row.tokens), (
+                f"request {row.request}: unknown tokens"
+            )
+            tokens.extend(row.tokens[at : at + count])
+        starts = np.asarray(plan.starts, np.int64)
+        counts = np.asarray(plan.counts, np.int64)
+        query_starts = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=query_starts[1:])
+        row_t = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(len(tokens)) - query_starts[row_t] + starts[row_t]
+        lengths = (starts + counts).astype(np.int32)
+        tables = slots = None
+        if self._tables is not None:
+            gathered = self._tables.gather(plan.rows, int(lengths.max()))
+            tables = torch.from_numpy(gathered)
+            slots = torch.from_numpy(slots_of(gathered, row_t, positions, self._block_size))
+        samples = np.flatnonzero(plan.samples)
+        return Batch(
+            rows=rows,
+            token_ids_t=torch.tensor(tokens, dtype=torch.int64),
+            positions_t=torch.from_numpy(positions),
+            query_starts=torch.from_numpy(query_starts),
+            lengths_r=torch.from_numpy(lengths),
+            block_tables_rb=tables,
+            slots_t=slots,
+            sample_tokens=torch.from_numpy(query_starts[1:][samples].astype(np.int64) - 1),
+            sampled=[rows[i] for i in samples],
+            sample_positions=[int(lengths[i]) for i in samples],
+            all_sample=len(samples) == len(tokens),
+        )
+
+
+def apply_attention_rows(
+    tables: BlockTables,
+    leaves: Iterable[int],
+    joins: Iterable[AttentionJoin],
+    blocks: Iterable[tuple[int, list[int]]],
+) -> None:
+    """An attention plan's differences, in the order that plans promise."""
+    for request in leaves:
+        tables.leave(request)
+    for join in joins:
+        tables.join(join.request, join.blocks)
+    for request, added in blocks:
+        tables.extend(request, added)

@@ -1,0 +1,341 @@
+"""The engine: nodes, scheduler and live requests, driven by one thread.
+
+Other threads hand it commands through a queue and wake it with a message to its own endpoint; it
+hands them chunks through their sinks. Only the engine's thread touches the scheduler.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..config.cluster import ClusterConfig, ModelConfig
+from ..core.clock import Clock, monotonic
+from ..core.errors import CloverError, EngineClosedError, RequestError, TransportError
+from ..core.request import Request
+from ..core.sampling import SamplingParams
+from ..models import Tokenizer
+from ..scheduler import Scheduler, TokenEvent
+from ..wire.messages import (
+    AttentionDone,
+    Message,
+    Shutdown,
+    StepDone,
+    StepFailed,
+    TransferDone,
+    decode,
+    encode,
+)
+from .cluster import Cluster
+from .metrics import DenseStep, StatsLog, request_metrics
+from .reports import NodeReports
+from .text import TextStream
+
+log = logging.getLogger(__name__)
+IDLE_SECONDS = 0.5
+"""How long the loop may sleep; deadlines and wake-ups make it shorter."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What is new of a request."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    """On the last chunk: ``stop``, ``length``, ``abort`` or ``error``."""
+    error: str | None = None
+    metrics: dict[str, Any] | None = None
+    """On the last chunk."""
+
+
+Sink = Callable[["Chunk | CloverError"], None]
+"""Called by the engine's thread; an error is the last thing that comes."""
+
+
+@dataclass
+class _Live:
+    """A request under way, and what of it has not been handed out yet."""
+
+    request: Request
+    sink: Sink
+    stream: TextStream
+    text: str = ""
+    token_ids: list[int] | None = None
+
+
+class Engine:
+    """Serves until ``close``. ``submit`` and ``abort`` may be called from any thread."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        cluster: ClusterConfig,
+        progress: Callable[[str], None] = lambda line: None,
+        clock: Clock = monotonic,
+    ) -> None:
+        """Blocks until all nodes are ready; raises a ``CloverError`` that says why they are not."""
+        self.config = cluster
+        self.clock = clock
+        self.cluster = Cluster(model, cluster, self._on_death, progress)
+        self.max_model_len = min(info.max_position for info in self.cluster.infos)
+        self.failure: str | None = None
+        self._scheduler = Scheduler(
+            cluster.scheduler, cluster.cache, self.cluster.sched_nodes(), self.max_model_len
+        )
+        self._stats = StatsLog()
+        self._reports = NodeReports(self.cluster.infos)
+        self._live: dict[int, _Live] = {}
+        self._touched: dict[int, _Live] = {}
+        self._commands: deque[Callable[[float], None]] = deque()
+        self._numbers = itertools.count(1)
+        self._by_id: dict[str, int] = {}
+        self._seeds = random.Random(model.seed)
+        self._closing = threading.Event()
+        self._close_lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.cluster.tokenizer
+
+    # -- from any thread
+
+    def submit(
+        self,
+        prompt: str | list[int],
+        sampling: SamplingParams,
+        sink: Sink,
+        request_id: str | None = None,
+    ) -> str:
+        """Begins a request and returns its id. Raises ``RequestError`` or ``EngineClosedError`` at
+        once for what can be known at once; the rest reaches the sink."""
+        token_ids = self._tokens(prompt)
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, which this model lacks", "stop")
+        self._check_open()
+        number = next(self._numbers)
+        name = request_id or f"request-{number}"
+        detokenizer = self.tokenizer.detokenizer() if self.tokenizer else None
+        request = Request(
+            number,
+            name,
+            token_ids,
+            sampling,
+            self.clock(),
+            seed=sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63),
+            eos_token_ids=frozenset(self.cluster.infos[0].eos_token_ids),
+        )
+        live = _Live(request, sink, TextStream(detokenizer, sampling.stop), token_ids=[])
+        self._command(lambda now: self._admit(live, now))
+        return name
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request wherever it is; one that is unknown or over is left alone."""
+        self._command(lambda now: self._abort(request_id, now))
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Each node's place and what it did so far."""
+        return self._reports.rows()
+
+    def close(self) -> None:
+        """Ends requests under way with ``EngineClosedError``, then all nodes."""
+        with self._close_lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._closing.set()
+            self._wake()
+            self._thread.join()
+            self.cluster.close()
+
+    def _tokens(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("this model has no tokenizer: pass token ids", "prompt")
+            prompt = self.tokenizer.encode(prompt)
+        vocab = self.cluster.infos[0].vocab_size
+        if not prompt:
+            raise RequestError("the prompt is empty", "prompt")
+        bad = next((t for t in prompt if type(t) is not int or not 0 <= t < vocab), None)
+        if bad is not None:
+            raise RequestError(f"token id {bad!r} is not in [0, {vocab})", "prompt")
+        return prompt
+
+    def _check_open(self) -> None:
+        if self.failure is not None:
+            raise EngineClosedError(f"the engine failed: {self.failure}")
+        if self._closing.is_set():
+            raise EngineClosedError("the engine is shut down")
+
+    def _command(self, command: Callable[[float], None]) -> None:
+        self._commands.append(command)
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self.cluster.wake()
+        except TransportError:
+            log.debug("the engine is closed already: nothing to wake", exc_info=True)
+
+    def _on_death(self, name: str, reason: str) -> None:
+        self._command(lambda now: self._bury(name, reason, now))
+
+    # -- the engine's thread
+
+    def _run(self) -> None:
+        """The boundary where an error of ours ends all requests instead of leaving them to hang."""
+        try:
+            while not self._closing.is_set():
+                self._turn()
+        except Exception as problem:
+            log.exception("the engine failed")
+            self.failure = f"{type(problem).__name__}: {problem}"
+        reason = (
+            f"the engine failed: {self.failure}" if self.failure else "the engine was shut down"
+        )
+        self._drain_commands(self.clock())
+        for live in self._live.values():
+            live.sink(EngineClosedError(reason))
+        self._live.clear()
+
+    def _turn(self) -> None:
+        now = self.clock()
+        self._drain_commands(now)
+        self._scheduler.expire(now)
+        for name, message in self._scheduler.schedule(now):
+            self._send(name, message, now)
+        self._deliver(now)
+        deadline = self._scheduler.next_deadline()
+        timeout = IDLE_SECONDS if deadline is None else min(IDLE_SECONDS, deadline - now)
+        if self._commands:
+            timeout = 0.0
+        for _, data in self.cluster.poll(max(0.0, timeout)):
+            if data:
+                self._on_message(decode(data), self.clock())
+
+    def _drain_commands(self, now: float) -> None:
+        while self._commands:
+            self._commands.popleft()(now)
+
+    def _send(self, name: str, message: Message, now: float) -> None:
+        try:
+            self.cluster.send(name, encode(message))
+        except TransportError as problem:
+            self._bury(name, str(problem), now)
+
+    def _bury(self, name: str, reason: str, now: float) -> None:
+        log.error("node %s is gone: %s", name, reason)
+        self._reports.dead(name, reason)
+        self._scheduler.on_node_died(name, reason, now)
+        if not self._scheduler.alive:
+            self.failure = f"{name}: {reason}"
+
+    def _admit(self, live: _Live, now: float) -> None:
+        request = live.request
+        try:
+            self._check_open()
+            if request.request_id in self._by_id:
+                raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
+            self._scheduler.add(request, now)
+        except CloverError as problem:
+            live.sink(problem)
+            return
+        self._live[request.number] = live
+        self._by_id[request.request_id] = request.number
+
+    def _abort(self, request_id: str, now: float) -> None:
+        number = self._by_id.get(request_id)
+        if number is not None:
+            self._scheduler.abort(number, now)
+
+    def _on_message(self, message: Message, now: float) -> None:
+        scheduler = self._scheduler
+        if isinstance(message, StepDone):
+            events = scheduler.on_step_done(message, now)
+            self._record_step(message, now)
+            for event in events:
+                self._on_token(event, now)
+        elif isinstance(message, TransferDone):
+            self._reports.transfer(message)
+            scheduler.on_transfer_done(message, now)
+        elif isinstance(message, AttentionDone):
+            self._on_attention(message, now)
+        elif isinstance(message, StepFailed):
+            scheduler.on_step_failed(message, now)
+        else:
+            log.warning("dropped a %s", type(message).__name__)
+        self._deliver(now)
+
+    def _on_attention(self, done: AttentionDone, now: float) -> None:
+        self._reports.attention(done)
+        if done.error:
+            error = f"{done.node}: {done.error}"
+            failed = StepFailed(done.source, done.lane, done.step, error)
+            self._scheduler.on_step_failed(failed, now)
+            return
+        self._stats.add_attention(now, done)
+
+    def _record_step(self, done: StepDone, now: float) -> None:
+        stats = done.stats
+        for record in self._scheduler.take_step_records():
+            self._reports.step(record, done)
+            if record.batch == 0:
+                continue  # a step of prefill chunks alone
+            self._stats.add_dense(
+                DenseStep(
+                    now,
+                    record.batch,
+                    record.joins,
+                    record.leaves,
+                    record.wait_seconds,
+                    stats.barriers,
+                    stats.barrier,
+                )
+            )
+            if not stats.barriers:
+                self._stats.add_local_attention(now, record.batch, stats)
+
+    def _on_token(self, event: TokenEvent, now: float) -> None:
+        live = self._live[event.request.number]
+        assert live.token_ids is not None
+        live.token_ids.append(event.token)
+        self._touched[event.request.number] = live
+        if event.request.finish_reason == "stop":
+            return  # the token that ended it is not part of the text
+        live.text += live.stream.add([event.token])
+        if live.stream.stopped and not event.request.finished:
+            self._scheduler.finish(event.request.number, "stop", now)
+
+    def _deliver(self, now: float) -> None:
+        """Hands out what is new of each request, and the last of those that ended."""
+        ended = self._scheduler.drain_finished()
+        for request in ended:
+            live = self._live.pop(request.number)
+            self._by_id.pop(request.request_id)
+            self._touched.pop(request.number, None)
+            self._hand_out_last(live, now)
+        for live in self._touched.values():
+            live.sink(Chunk(live.text, live.token_ids or []))
+            live.text, live.token_ids = "", []
+        self._touched.clear()
+        if ended:
+            oldest = min((live.request.arrival for live in self._live.values()), default=now)
+            self._stats.prune(oldest)
+
+    def _hand_out_last(self, live: _Live, now: float) -> None:
+        request = live.request
+        text = live.text + live.stream.flush()
+        reason = request.finish_reason
+        if reason == "length" and live.stream.stopped:
+            reason = "stop"  # the last token that was allowed completed a stop string
+        metrics = request_metrics(request, now, self._stats)
+        live.sink(Chunk(text, live.token_ids or [], reason, request.error, metrics))

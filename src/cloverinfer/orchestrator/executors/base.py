@@ -1,0 +1,33 @@
+"""The contract of an executor: it starts nodes, tells of deaths, and stops them. No more."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from ...nodes.config import NodeConfig
+from ...wire.messages import NodeInfo
+
+OnDeath = Callable[[str, str], None]
+"""(node's name, reason); called from any thread, at most once per node, not after ``stop``."""
+Progress = Callable[[str], None]
+"""Takes a line that says what is being waited for."""
+STOP_SECONDS = 10.0
+"""How long nodes may take to end by themselves before they are ended."""
+
+
+class Executor(ABC):
+    @abstractmethod
+    def start(
+        self, configs: Sequence[NodeConfig], timeout: float, on_death: OnDeath, progress: Progress
+    ) -> list[NodeInfo]:
+        """Starts all nodes side by side and returns their infos in order.
+
+        ``NodeStartError`` with the first node's name and reason where one cannot start or does not
+        within ``timeout`` seconds; the others are stopped by then.
+        """
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends all nodes (who have been asked to over the wire already) and whatever ran them,
+        and waits for it. Calling it twice is fine."""

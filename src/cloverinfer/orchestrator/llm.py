@@ -1,0 +1,284 @@
+"""The engine as users hold it: ``AsyncLLM`` for servers, ``LLM`` for scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import queue
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..config.cluster import ClusterConfig, ModelConfig
+from ..core.errors import CloverError, ConfigError, RequestError
+from ..core.sampling import SamplingParams
+from ..models import Tokenizer
+from .engine import Chunk, Engine, Sink
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    """``stop``, ``length`` or ``abort``."""
+    metrics: dict[str, Any]
+
+
+class AsyncLLM:
+    """A running cluster. Usable from any thread and any event loop; ``close`` it, or use ``with``."""
+
+    def __init__(
+        self,
+        model: ModelConfig | str,
+        cluster: ClusterConfig | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """Blocks until all nodes are ready; raises a ``CloverError`` that says why they are not."""
+        config = ModelConfig(model_path=model) if isinstance(model, str) else model
+        self._engine = Engine(config, cluster or ClusterConfig(), progress or (lambda line: None))
+        self._at_exit = functools.partial(_close_alive, weakref.WeakMethod(self.close))
+        atexit.register(self._at_exit)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._engine.tokenizer
+
+    @property
+    def model_name(self) -> str:
+        return self._engine.cluster.model.name
+
+    @property
+    def max_model_len(self) -> int:
+        return self._engine.max_model_len
+
+    @property
+    def topology(self) -> str:
+        return self._engine.config.topology
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine can serve no more; None while it can."""
+        return self._engine.failure
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """One row per node: name, role, pid, device, transport, and what it did so far."""
+        return self._engine.nodes()
+
+    async def stream(
+        self, prompt: str | list[int], sampling: SamplingParams, request_id: str | None = None
+    ) -> AsyncIterator[Chunk]:
+        """Chunks as they come, the last with ``finish_reason`` and metrics.
+
+        Raises ``RequestError``, ``QueueFullError`` or ``EngineClosedError``. Closing the generator
+        early aborts the request.
+        """
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[Chunk | CloverError] = asyncio.Queue()
+
+        def sink(item: Chunk | CloverError) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(arrived.put_nowait, item)
+
+        name = self._engine.submit(prompt, sampling, sink, request_id)
+        over = False
+        try:
+            while not over:
+                item = await arrived.get()
+                over = isinstance(item, CloverError) or item.finish_reason is not None
+                if isinstance(item, CloverError):
+                    raise item
+                yield item
+        finally:
+            if not over:
+                self._engine.abort(name)
+
+    def stream_sync(self, prompt: str | list[int], sampling: SamplingParams) -> Iterator[Chunk]:
+        """``stream`` for scripts without an event loop."""
+        arrived: queue.SimpleQueue[Chunk | CloverError] = queue.SimpleQueue()
+        name = self._engine.submit(prompt, sampling, arrived.put)
+        over = False
+        try:
+            while not over:
+                item = arrived.get()
+                over = isinstance(item, CloverError) or item.finish_reason is not None
+                if isinstance(item, CloverError):
+                    raise item
+                yield item
+        finally:
+            if not over:
+                self._engine.abort(name)
+
+    def submit(
+        self,
+        prompt: str | list[int],
+        sampling: SamplingParams,
+        sink: Sink,
+        request_id: str | None = None,
+    ) -> str:
+        """The way beneath: ``sink`` is called by the engine's thread with chunks or an error."""
+        return self._engine.submit(prompt, sampling, sink, request_id)
+
+    def abort(self, request_id: str) -> None:
+        self._engine.abort(request_id)
+
+    def close(self) -> None:
+        """Ends what is under way and all nodes; calling it twice is fine."""
+        self._engine.close()
+        atexit.unregister(self._at_exit)
+
+    def __enter__(self) -> AsyncLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _close_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    close = method()
+    if close is not None:
+        close()
+
+
+class LLM:
+    """A cluster for scripts: ``LLM(model, topology="pda", executor="local").generate(prompts)``.
+
+    Further keywords are fields of ``ModelConfig``, ``ClusterConfig``, ``CacheConfig`` and
+    ``SchedulerConfig``. Needs no Ray unless ``executor="ray"``.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig | str = "smollm2-135m",
+        topology: str = "pda",
+        executor: str = "local",
+        progress: Callable[[str], None] | None = None,
+        **fields: Any,
+    ) -> None:
+        config, cluster = _configs(model, {"topology": topology, "executor": executor} | fields)
+        self._max_queue = cluster.scheduler.max_queue
+        self.engine = AsyncLLM(config, cluster, progress)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: str | list[int] | Sequence[str | list[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Answers in the order of the prompts; one prompt may be given bare.
+
+        All requests are checked as they are submitted; an error ends the rest and is raised.
+        """
+        listed = _as_prompts(prompts)
+        params = _as_params(sampling, len(listed))
+        return _Batch(self.engine, self._max_queue).run(listed, params)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Batch:
+    """Runs many prompts, never more at a time than the queue takes."""
+
+    def __init__(self, engine: AsyncLLM, limit: int) -> None:
+        self._engine = engine
+        self._limit = limit
+        self._arrived: queue.SimpleQueue[tuple[int, Chunk | CloverError]] = queue.SimpleQueue()
+        self._names: dict[int, str] = {}
+
+    def run(
+        self, prompts: Sequence[str | list[int]], params: Sequence[SamplingParams]
+    ) -> list[Completion]:
+        chunks: list[list[Chunk]] = [[] for _ in prompts]
+        begun = 0
+        try:
+            while begun < len(prompts) or self._names:
+                while begun < len(prompts) and len(self._names) < self._limit:
+                    self._begin(begun, prompts[begun], params[begun])
+                    begun += 1
+                self._take(chunks)
+        finally:
+            for name in self._names.values():
+                self._engine.abort(name)
+        return [_completion(parts) for parts in chunks]
+
+    def _begin(self, i: int, prompt: str | list[int], sampling: SamplingParams) -> None:
+        self._names[i] = self._engine.submit(
+            prompt, sampling, lambda item: self._arrived.put((i, item))
+        )
+
+    def _take(self, chunks: list[list[Chunk]]) -> None:
+        i, item = self._arrived.get()
+        if isinstance(item, CloverError):
+            del self._names[i]
+            raise item
+        chunks[i].append(item)
+        if item.finish_reason is not None:
+            del self._names[i]
+            if item.finish_reason == "error":
+                raise CloverError(f"prompt {i} failed: {item.error}")
+
+
+def _completion(chunks: Sequence[Chunk]) -> Completion:
+    last = chunks[-1]
+    assert last.finish_reason is not None and last.metrics is not None
+    return Completion(
+        "".join(chunk.text for chunk in chunks),
+        [token for chunk in chunks for token in chunk.token_ids],
+        last.finish_reason,
+        last.metrics,
+    )
+
+
+def _as_prompts(prompts: str | list[int] | Sequence[str | list[int]]) -> list[str | list[int]]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * count
+    if len(sampling) != count:
+        raise RequestError(f"{len(sampling)} sampling parameters for {count} prompts", "sampling")
+    return list(sampling)
+
+
+def _configs(model: ModelConfig | str, fields: dict[str, Any]) -> tuple[ModelConfig, ClusterConfig]:
+    """Sorts flat keywords into the configs that have them."""
+    base = {"model_path": model} if isinstance(model, str) else msgspec.structs.asdict(model)
+    left = dict(fields)
+
+    def take(kind: type[msgspec.Struct]) -> dict[str, Any]:
+        return {name: left.pop(name) for name in kind.__struct_fields__ if name in left}
+
+    cluster: dict[str, Any] = take(ClusterConfig)
+    for section in ("cache", "scheduler"):
+        kind = type(getattr(ClusterConfig(), section))
+        given = take(kind)
+        if given:
+            whole = cluster.get(section, kind())
+            cluster[section] = msgspec.structs.replace(whole, **given)
+    base |= take(ModelConfig)
+    if left:
+        raise ConfigError(
+            f"unknown field {next(iter(left))!r}; see the config classes for all fields"
+        )
+    return ModelConfig(**base), ClusterConfig(**cluster)

@@ -1,0 +1,59 @@
+"""What each node did, added up from the results that it sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..scheduler import StepRecord
+from ..wire.messages import AttentionDone, NodeInfo, StepDone, TransferDone
+
+
+class NodeReports:
+    """Rows for ``generate --json`` and the server: place and totals of every node."""
+
+    def __init__(self, infos: Sequence[NodeInfo]) -> None:
+        self._rows: dict[str, dict[str, Any]] = {}
+        for info in infos:
+            self._rows[info.peer.name] = {
+                "name": info.peer.name,
+                "role": info.peer.role,
+                "pid": info.pid,
+                "host": info.host,
+                "device": info.device,
+                "transport": info.transport,
+                "threads": info.threads,
+                "address": info.peer.address,
+                "kv_blocks": info.kv_blocks,
+                "weight_bytes": info.weight_bytes,
+                "alive": True,
+                "tokens": 0,
+                "steps": 0,
+                "bytes_in": 0,
+                "bytes_out": 0,
+                "seconds": 0.0,
+            }
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [dict(row) for row in self._rows.values()]
+
+    def dead(self, name: str, reason: str) -> None:
+        self._rows[name] |= {"alive": False, "reason": reason}
+
+    def step(self, record: StepRecord, done: StepDone) -> None:
+        stats = done.stats
+        self._add(done.node, record.tokens, stats.bytes_in, stats.bytes_out, stats.seconds)
+
+    def attention(self, done: AttentionDone) -> None:
+        self._add(done.node, done.rows, done.bytes_in, done.bytes_out, done.seconds)
+
+    def transfer(self, done: TransferDone) -> None:
+        self._rows[done.node]["bytes_in"] += done.nbytes
+
+    def _add(self, name: str, tokens: int, bytes_in: int, bytes_out: int, seconds: float) -> None:
+        row = self._rows[name]
+        row["steps"] += 1
+        row["tokens"] += tokens
+        row["bytes_in"] += bytes_in
+        row["bytes_out"] += bytes_out
+        row["seconds"] += seconds

@@ -1,0 +1,59 @@
+"""From tokens to the text that a client may see: whole characters, and nothing of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Detokenizer(Protocol):
+    def add(self, token_ids: Sequence[int]) -> str: ...
+    def flush(self) -> str: ...
+
+
+class TextStream:
+    """Text of one request. ``add`` and ``flush`` return what may be shown now.
+
+    Only a tail that could be the start of a stop string is held back.
+    """
+
+    def __init__(self, detokenizer: Detokenizer | None, stops: Sequence[str]) -> None:
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._held = ""
+        self.stopped = False
+        """A stop string was found; nothing more will be shown."""
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        if self._detokenizer is None or self.stopped:
+            return ""
+        return self._release(self._detokenizer.add(token_ids))
+
+    def flush(self) -> str:
+        """What is left once no more tokens come."""
+        if self._detokenizer is None or self.stopped:
+            return ""
+        shown = self._release(self._detokenizer.flush())
+        if not self.stopped:
+            shown, self._held = shown + self._held, ""
+        return shown
+
+    def _release(self, text: str) -> str:
+        if not self._stops:
+            return text
+        text = self._held + text
+        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper prefix of ``stop`` that ``text`` ends with."""
+    for size in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

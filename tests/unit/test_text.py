@@ -1,0 +1,75 @@
+"""Text as clients see it: whole, and with nothing of a stop string."""
+
+import random
+
+import pytest
+
+from cloverinfer.orchestrator.text import TextStream
+
+
+class Letters:
+    """A detokenizer whose tokens are characters; holds back a lone ``~`` until more comes."""
+
+    def __init__(self):
+        self.held = ""
+
+    def add(self, token_ids):
+        text = self.held + "".join(map(chr, token_ids))
+        self.held = "~" if text.endswith("~") else ""
+        return text[: len(text) - len(self.held)]
+
+    def flush(self):
+        text, self.held = self.held, ""
+        return text
+
+
+def feed(text, stops):
+    stream = TextStream(Letters(), stops)
+    pieces = []
+    for char in text:
+        if stream.stopped:
+            break
+        pieces.append(stream.add([ord(char)]))
+    pieces.append(stream.flush())
+    return stream, pieces
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "shown"),
+    [
+        ("hello world", (), "hello world"),
+        ("hello END more", ("END",), "hello "),
+        ("aab", ("ab",), "a"),
+        ("ababac", ("abac",), "ab"),
+        ("almost EN", ("END",), "almost EN"),
+        ("x~y~", ("~z",), "x~y~"),
+        ("one STOP two", ("two", "STOP"), "one "),
+    ],
+)
+def test_text_before_the_stop_string_is_all_that_is_shown(text, stops, shown):
+    stream, pieces = feed(text, stops)
+    assert "".join(pieces) == shown
+    assert stream.stopped == (shown != text)
+
+
+def test_nothing_is_held_back_but_the_start_of_a_stop_string():
+    stream = TextStream(Letters(), ("END",))
+    assert stream.add([ord(c) for c in "ab"]) == "ab"
+    assert stream.add([ord("E")]) == ""
+    assert stream.add([ord("x")]) == "Ex"
+
+
+def test_random_texts_agree_with_a_plain_search():
+    rng = random.Random(7)
+    for _ in range(2000):
+        text = "".join(rng.choice("abc") for _ in range(rng.randrange(1, 30)))
+        stops = tuple(
+            "".join(rng.choice("abc") for _ in range(rng.randrange(1, 5))) for _ in range(2)
+        )
+        ends = [i + len(s) for s in stops for i in [text.find(s)] if i >= 0]
+        expected = text
+        if ends:
+            seen = text[: min(ends)]
+            expected = seen[: min(i for i in (seen.find(s) for s in stops) if i >= 0)]
+        _, pieces = feed(text, stops)
+        assert "".join(pieces) == expected
