@@ -1,0 +1,50 @@
+"""What the server and the commands ask of an engine; ``AsyncLLM`` is one, tests bring another."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+from ..core.sampling import SamplingParams
+
+
+class Chunk(Protocol):
+    """A piece of an answer, in order; the last one has a finish reason."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+    @property
+    def error(self) -> str | None: ...
+    @property
+    def metrics(self) -> dict[str, Any] | None: ...
+
+
+class Tokenizer(Protocol):
+    @property
+    def has_chat_template(self) -> bool: ...
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, token_ids: list[int]) -> str: ...
+    def apply_chat_template(self, messages: list[dict[str, str]]) -> str | list[int]: ...
+
+
+class Engine(Protocol):
+    """Usable from any event loop; closing a stream aborts its request."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def failure(self) -> str | None: ...
+
+    def stream(
+        self, prompt: str | list[int], sampling: SamplingParams, request_id: str | None = None
+    ) -> AsyncGenerator[Chunk, None]: ...
+
+    def close(self) -> None: ...
