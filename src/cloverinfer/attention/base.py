@@ -43,7 +43,9 @@ class AttentionBackend(ABC):
     capabilities: Capabilities
 
     @abstractmethod
-    def allocate(self, layout: PoolLayout, num_heads: int, buffer: memoryview | None = None) -> None:
+    def allocate(
+        self, layout: PoolLayout, num_heads: int, buffer: memoryview | None = None
+    ) -> None:
         """Makes the pool of ``layout.total_bytes`` bytes, in ``buffer`` where one is given
         (writable, page-aligned, at least that long; it must outlive the backend).
 
@@ -52,7 +54,9 @@ class AttentionBackend(ABC):
         """
 
     @abstractmethod
-    def append(self, layer: int, k_tnd: torch.Tensor, v_tne: torch.Tensor, slots_t: torch.Tensor) -> None:
+    def append(
+        self, layer: int, k_tnd: torch.Tensor, v_tne: torch.Tensor, slots_t: torch.Tensor
+    ) -> None:
         """Stores keys and values; ``slots_t`` int64, ``block * block_size + offset``.
 
         ``k_tnd`` and ``v_tne`` are of the stored type; heads and elements are contiguous within

@@ -23,5 +23,7 @@ def create_backend(name: str, threads: int = 1) -> AttentionBackend:
     if name not in _CLASSES:
         raise ConfigError(f"unknown attention backend {name!r}; known: {', '.join(_CLASSES)}")
     module, cls = _CLASSES[name]
-    backend: AttentionBackend = getattr(importlib.import_module(f".{module}", __package__), cls)(threads)
+    backend: AttentionBackend = getattr(importlib.import_module(f".{module}", __package__), cls)(
+        threads
+    )
     return backend

@@ -1,0 +1,55 @@
+#include "attention_cpu/dispatch.h"
+
+#include <stdexcept>
+
+namespace clover::attention {
+
+namespace portable {
+extern const Kernels kernels;
+}
+#ifdef CLOVER_HAVE_AVX2
+namespace avx2 {
+extern const Kernels kernels;
+}
+#endif
+#ifdef CLOVER_HAVE_AVX512
+namespace avx512 {
+extern const Kernels kernels;
+}
+#endif
+
+std::vector<const Kernels*> available_kernels() {
+  std::vector<const Kernels*> found = {&portable::kernels};
+#ifdef CLOVER_HAVE_AVX2
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c"))
+    found.push_back(&avx2::kernels);
+#endif
+#ifdef CLOVER_HAVE_AVX512
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    found.push_back(&avx512::kernels);
+#endif
+  return found;
+}
+
+const Kernels* choose_kernels(const std::string& name, const std::vector<int>& dims) {
+  const Kernels* best = nullptr;
+  bool known = name == "auto";
+  std::string names;
+  for (const Kernels* kernels : available_kernels()) {
+    names += std::string(", ") + kernels->name;
+    bool fits = true;
+    for (int dim : dims) fits = fits && dim % kernels->width == 0;
+    if (fits) best = kernels;
+    if (name == kernels->name) {
+      known = true;
+      break;
+    }
+  }
+  if (!known) throw std::invalid_argument("instruction set must be auto" + names + ", not " + name);
+  if (!best) throw std::invalid_argument("head sizes must be multiples of 4");
+  return best;
+}
+
+}  // namespace clover::attention

@@ -1,0 +1,212 @@
+"""The C++ attention kernels: instruction sets, thread counts and roundings side by side."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cloverinfer import _native
+from cloverinfer.attention.cpu import CpuAttention
+from cloverinfer.attention.rows import attend_fast, attend_plain, merge
+from cloverinfer.kvcache.layout import KVSpec, PoolLayout, blocks_for
+
+BLOCK = 16
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+"""Between instruction sets and thread counts: the last bit of the type, at unit size."""
+
+
+def make_spec(dtype: torch.dtype, dim: int = 64, **fields: object) -> KVSpec:
+    name = str(dtype).removeprefix("torch.")
+    return KVSpec(kv_heads=2, k_dim=dim, v_dim=dim, dtype=name, scale=dim**-0.5, **fields)  # type: ignore[arg-type]
+
+
+def attend(
+    spec: KVSpec, lengths: list[int], group: int = 3, threads: int = 2, isa: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode of random rows, the same whatever the threads and the instruction set."""
+    torch.manual_seed(1)
+    needed = [blocks_for(length, BLOCK) for length in lengths]
+    layout = PoolLayout((spec,), BLOCK, sum(needed))
+    backend = CpuAttention(threads, isa)
+    backend.allocate(layout, 2 * group)
+    dtype = getattr(torch, spec.dtype)
+    tokens = layout.num_blocks * BLOCK
+    k, v = torch.randn(2, tokens, 2, spec.k_dim).to(dtype).unbind()
+    backend.append(0, k, v, torch.arange(tokens))
+    tables = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
+    at = 0
+    for row, count in enumerate(needed):
+        tables[row, :count] = torch.arange(at, at + count)
+        at += count
+    q = torch.randn(len(lengths), 2 * group, spec.k_dim).to(dtype)
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
+    result = backend.attend(0, q, starts, tables, torch.tensor(lengths, dtype=torch.int32))
+    backend.close()
+    return result
+
+
+def close(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert (a[0].float() - b[0].float()).abs().max() <= TOLERANCE[a[0].dtype]
+    assert (a[1] - b[1]).abs().max() <= 1e-5
+
+
+def test_the_portable_kernels_are_always_there() -> None:
+    assert _native.attention_isas()[0] == "portable"
+
+
+@pytest.mark.parametrize("isa", _native.attention_isas())
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7])
+def test_instruction_sets_agree(isa: str, dtype: torch.dtype, group: int) -> None:
+    spec = make_spec(dtype, softcap=2.0, window=700)
+    lengths = [1, 15, 64, 65, 900]
+    close(attend(spec, lengths, group, isa=isa), attend(spec, lengths, group, isa="portable"))
+
+
+@pytest.mark.parametrize("isa", _native.attention_isas())
+def test_a_forced_instruction_set_is_used(isa: str) -> None:
+    backend = CpuAttention(1, isa)
+    backend.allocate(PoolLayout((make_spec(torch.float32), make_spec(torch.float32, 8)), 16, 1), 2)
+    assert backend._native is not None
+    assert backend._native.isa(0) == isa
+    assert backend._native.isa(1) != "avx512", "8 elements are narrower than its vectors"
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    with pytest.raises(ValueError, match="portable"):
+        CpuAttention(1, "neon9").allocate(PoolLayout((make_spec(torch.float32),), 16, 1), 2)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("lengths", [[4000], [1, 2000, 3, 5], [300] * 9])
+def test_thread_counts_agree(dtype: torch.dtype, lengths: list[int]) -> None:
+    one = attend(make_spec(dtype), lengths, threads=1)
+    for threads in (2, 3):
+        many = attend(make_spec(dtype), lengths, threads=threads)
+        close(many, one)
+        again = attend(make_spec(dtype), lengths, threads=threads)
+        assert torch.equal(many[0], again[0])
+        assert torch.equal(many[1], again[1])
+
+
+@pytest.mark.parametrize("isa", _native.attention_isas())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_token_gives_its_value_back(isa: str, dtype: torch.dtype) -> None:
+    """Loads and stores of every kind of number, subnormal ones, ties and infinity included."""
+    info = torch.finfo(dtype)
+    values = [0.0, -0.0, 1.0, -1.5, info.max, info.min, info.smallest_normal]
+    values += [info.smallest_normal * s for s in (0.5, 0.75, -0.25)] + [math.pi, 1e-3, -7.0]
+    if dtype != torch.float32:
+        values += [math.inf, info.smallest_normal * info.eps]
+    values += [0.1 * i for i in range(64 - len(values))]
+    spec = make_spec(dtype)
+    backend = CpuAttention(1, isa)
+    backend.allocate(PoolLayout((spec,), BLOCK, 1), 2)
+    v = torch.tensor(values).to(dtype).expand(1, 2, 64)
+    backend.append(0, torch.zeros_like(v), v.contiguous(), torch.tensor([5]))
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    backend.append(0, torch.zeros(1, 2, 64, dtype=dtype), v.contiguous(), torch.tensor([0]))
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    length = torch.ones(1, dtype=torch.int32)
+    o, lse = backend.attend(0, torch.zeros(1, 2, 64, dtype=dtype), starts, table, length)
+    assert torch.equal(o, v)
+    assert torch.equal(lse, torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize("isa", _native.attention_isas())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_results_round_to_nearest(isa: str, dtype: torch.dtype) -> None:
+    """The mean of two neighbours is a tie, which goes to the even one, as torch's does."""
+    spec = make_spec(dtype)
+    backend = CpuAttention(1, isa)
+    backend.allocate(PoolLayout((spec,), BLOCK, 1), 2)
+    low = torch.cat([torch.linspace(-3, 3, 96), torch.linspace(-2e-6, 2e-6, 32)])
+    low = low.to(dtype).view(1, 2, 64)
+    high = (
+        torch.nextafter(low, torch.tensor(math.inf, dtype=dtype))
+        if dtype != torch.float16
+        else ((low.view(torch.int16) + 1).view(dtype))
+    )
+    v = torch.cat([low, high])
+    backend.append(0, torch.zeros_like(v), v, torch.tensor([0, 1]))
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    o, _ = backend.attend(0, torch.zeros(1, 2, 64, dtype=dtype), starts, table, 2 * starts[1:])
+    assert torch.equal(o[0], ((low.float() + high.float()) / 2).to(dtype)[0])
+
+
+def test_bad_calls_of_the_binding_are_refused() -> None:
+    pool = torch.zeros(1 << 16, dtype=torch.uint8)
+    base = pool.data_ptr() + -pool.data_ptr() % 64
+    fields = {"dtype": 0, "kv_heads": 1, "group": 2, "k_dim": 8, "v_dim": 8}
+    fields |= {"scale": 1.0, "window": 0, "softcap": 0.0}
+    with pytest.raises(ValueError, match="threads"):
+        _native.CpuAttentionPool(0, "auto", base, 1 << 12, 16, 4)
+    with pytest.raises(ValueError, match="aligned"):
+        _native.CpuAttentionPool(1, "auto", base + 4, 1 << 12, 16, 4)
+    native = _native.CpuAttentionPool(1, "auto", base, 1 << 12, 16, 4)
+    native.add_layer(**fields, sinks=[], alibi_slopes=[])
+    with pytest.raises(ValueError, match="fit"):
+        native.add_layer(**fields, sinks=[], alibi_slopes=[])
+    with pytest.raises(ValueError, match="sink"):
+        native.add_layer(**fields, sinks=[1.0], alibi_slopes=[])
+    with pytest.raises(ValueError, match="no such layer"):
+        native.append(1, 0, base, 8, base, 8, base, 1)
+    with pytest.raises(ValueError, match="stored type"):
+        native.append(0, 1, base, 8, base, 8, base, 1)
+    with pytest.raises(ValueError, match="aligned"):
+        native.append(0, 0, base + 2, 8, base, 8, base, 1)
+    with pytest.raises(ValueError, match="overlap"):
+        native.append(0, 0, base, 7, base, 8, base, 2)
+
+
+@pytest.mark.parametrize(
+    ("starts", "lengths", "match"),
+    [
+        ([0, 2, 1], [4, 4], "query_starts"),
+        ([0, 0, 2], [4, 4], "no query token"),
+        ([0, 1, 2], [4, 0], "more query tokens"),
+        ([0, 1, 2], [4, 33], "longer than its block table"),
+    ],
+)
+def test_rows_that_cannot_be_are_refused(starts: list[int], lengths: list[int], match: str) -> None:
+    backend = CpuAttention(1)
+    backend.allocate(PoolLayout((make_spec(torch.float32),), BLOCK, 2), 2)
+    q, tables = torch.zeros(2, 2, 64), torch.zeros(2, 2, dtype=torch.int32)
+    of = [torch.tensor(x, dtype=torch.int32) for x in (starts, lengths)]
+    with pytest.raises(ValueError, match=match):
+        backend.attend(0, q, of[0], tables, of[1])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("queries", "length"), [(65, 65), (40, 200), (9, 300)])
+@pytest.mark.parametrize("window", [None, 30, 1000])
+def test_fused_prompts_agree_with_the_reference(
+    dtype: torch.dtype, queries: int, length: int, window: int | None
+) -> None:
+    torch.manual_seed(2)
+    q = torch.randn(queries, 6, 64).to(dtype)
+    k, v = torch.randn(2, 2, length, 64).to(dtype).unbind()
+    spec = make_spec(dtype, window=window)
+    fast, plain = attend_fast(spec, q, k, v), attend_plain(spec, q, k, v)
+    assert (fast[0].float() - plain[0].float()).abs().max() <= 3 * TOLERANCE[dtype]
+    assert (fast[1] - plain[1]).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-3)
+
+
+def test_the_reference_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    q, (k, v) = torch.randn(50, 6, 16), torch.randn(2, 2, 80, 16).unbind()
+    spec = make_spec(torch.float32, 16, window=20, sinks=(0.0,) * 6, alibi_slopes=(0.1,) * 6)
+    whole = attend_plain(spec, q, k, v)
+    monkeypatch.setattr("cloverinfer.attention.rows._SCORES_AT_A_TIME", 6 * 80 * 7)
+    close(attend_plain(spec, q, k, v), whole)
+
+
+def test_merge_of_disjoint_contexts() -> None:
+    torch.manual_seed(4)
+    q, (k, v) = torch.randn(1, 6, 16), torch.randn(2, 2, 80, 16).unbind()
+    spec = make_spec(torch.float32, 16)
+    halves = [attend_plain(spec, q, k[:, at], v[:, at]) for at in (slice(30), slice(30, 80))]
+    close(merge(*halves), attend_plain(spec, q, k, v))
