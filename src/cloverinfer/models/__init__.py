@@ -1,0 +1,21 @@
+"""Models as dense halves: configurations, weights, tokenizers, sampling. No KV cache lives here."""
+
+from .arch import kv_specs
+from .base import Carry, DenseHalf, ModelArch
+from .resolve import ResolvedModel, load_half, load_tokenizer, resolve_model
+from .sampling import sample
+from .tokenizer import IncrementalDetokenizer, Tokenizer
+
+__all__ = [
+    "Carry",
+    "DenseHalf",
+    "IncrementalDetokenizer",
+    "ModelArch",
+    "ResolvedModel",
+    "Tokenizer",
+    "kv_specs",
+    "load_half",
+    "load_tokenizer",
+    "resolve_model",
+    "sample",
+]

@@ -1,0 +1,248 @@
+"""Reads a GGUF file as if it were a Hugging Face folder: its config and its tensors by HF name.
+
+It owns the translation of llama.cpp's names and of its row order for rotary positions. The
+tokenizer in the metadata is ``gguf_tokenizer``'s.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..core.errors import ModelError
+from .rope import llama3_divisors
+from .weights import Shape, WeightSource
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_ENDS = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_IN_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_FROM_GGUF = {there: here for here, there in _IN_LAYER.items()}
+_ROPE_FACTORS = "rope_freqs.weight"
+_BROKEN = (ValueError, IndexError, KeyError, OverflowError, TypeError, OSError)
+"""What the reader raises over a damaged file, depending on where the damage is."""
+
+
+class GGUFFile(WeightSource):
+    """An open GGUF file. Tensors are dequantised to float32 as they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """``ModelError`` where the file is damaged or of an architecture that is not supported."""
+        from gguf import GGUFReader
+
+        self.where = str(path)
+        try:
+            self._reader = GGUFReader(path)
+        except _BROKEN as error:
+            raise self._damaged(repr(error)) from error
+        self.architecture = str(self.value("general.architecture", ""))
+        if self.architecture not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise ModelError(
+                f"{path}: GGUF architecture {self.architecture!r} is not supported; "
+                f"supported: {known}"
+            )
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        size = path.stat().st_size
+        for tensor in self._reader.tensors:
+            if int(tensor.data_offset) + int(tensor.n_bytes) > size:
+                raise self._damaged(f"tensor {tensor.name!r} reaches past the end")
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """A metadata value: int, float, bool, str or a list of these."""
+        field = self._reader.get_field(key)
+        if field is None:
+            return default
+        try:
+            return field.contents()
+        except _BROKEN as error:
+            raise self._damaged(f"metadata {key!r}: {error!r}") from error
+
+    def names(self) -> list[str]:
+        """Hugging Face names of all weights, in file order; ``ModelError`` on unknown ones."""
+        stored = [name for name in self._tensors if name != _ROPE_FACTORS]
+        unknown = [name for name in stored if _hf_name(name) is None]
+        if unknown:
+            raise ModelError(
+                f"{self.where}: tensor {unknown[0]!r} is of a kind that is not supported"
+            )
+        return [_hf_name(name) or "" for name in stored]
+
+    def has(self, name: str) -> bool:
+        return _gguf_name(name) in self._tensors
+
+    def shape(self, name: str) -> Shape:
+        """Rows first, as in PyTorch; the file has the fastest dimension first."""
+        return tuple(int(n) for n in reversed(self._tensors[_gguf_name(name)].shape))
+
+    def load(self, name: str, shape: Shape) -> torch.Tensor:
+        values = self._dequantize(_gguf_name(name))
+        if self.architecture == "llama" and name.endswith((".q_proj.weight", ".q_proj.bias")):
+            values = _unpermute(values, self._heads())
+        if self.architecture == "llama" and name.endswith((".k_proj.weight", ".k_proj.bias")):
+            values = _unpermute(values, self._kv_heads())
+        return torch.from_numpy(np.array(values, dtype=np.float32, order="C"))
+
+    def config(self) -> dict[str, Any]:
+        """The file's metadata as a ``config.json``."""
+        heads, hidden = self._heads(), self._own("embedding_length")
+        head_dim = self._own("attention.key_length", None)
+        head_dim = head_dim or self._own("rope.dimension_count", hidden // heads)
+        if self._own("rope.dimension_count", head_dim) != head_dim:
+            raise ModelError(
+                f"{self.where}: rotary positions on a part of a head are not supported"
+            )
+        window = self._own("attention.sliding_window", None)
+        config = {
+            "architectures": [ARCHITECTURES[self.architecture]],
+            "model_type": self.architecture,
+            "num_hidden_layers": self._own("block_count"),
+            "hidden_size": hidden,
+            "intermediate_size": self._own("feed_forward_length"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._kv_heads(),
+            "head_dim": head_dim,
+            "vocab_size": self.shape("model.embed_tokens.weight")[0],
+            "max_position_embeddings": self._own("context_length"),
+            "rms_norm_eps": float(self._own("attention.layer_norm_rms_epsilon")),
+            "rope_theta": float(self._own("rope.freq_base", 10000.0)),
+            "rope_scaling": self._scaling(head_dim),
+            "hidden_act": "silu",
+            "tie_word_embeddings": not self.has("lm_head.weight"),
+            "torch_dtype": "float32",
+        }
+        if self.architecture == "llama":
+            config |= self._llama_features(window)
+        return config | self._special_ids()
+
+    def _llama_features(self, window: int | None) -> dict[str, Any]:
+        """Mistrals are stored as llama; biases show only in the tensors."""
+        if window:
+            mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+            return {**mistral, "sliding_window": window}
+        return {
+            "attention_bias": self.has("model.layers.0.self_attn.q_proj.bias"),
+            "mlp_bias": self.has("model.layers.0.mlp.up_proj.bias"),
+        }
+
+    def _special_ids(self) -> dict[str, Any]:
+        ends = [self.value(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+        found = list(dict.fromkeys(int(end) for end in ends if end is not None))
+        return {
+            "bos_token_id": self.value("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": found[0] if len(found) == 1 else (found or None),
+            "pad_token_id": self.value("tokenizer.ggml.padding_token_id"),
+        }
+
+    def _scaling(self, head_dim: int) -> dict[str, Any] | None:
+        trained = self._own("rope.scaling.original_context_length", None)
+        if _ROPE_FACTORS in self._tensors:
+            return self._llama3_scaling(head_dim, trained)
+        kind = self._own("rope.scaling.type", "none")
+        if kind == "none":
+            return None
+        found = {
+            "rope_type": kind,
+            "factor": float(self._own("rope.scaling.factor", 1.0)),
+            "original_max_position_embeddings": trained,
+            "attention_factor": self._own("rope.scaling.attn_factor", None),
+        }
+        return {key: value for key, value in found.items() if value is not None}
+
+    def _llama3_scaling(self, head_dim: int, trained: int | None) -> dict[str, Any]:
+        """Llama 3's scaling is stored as divisors of the frequencies: find what made them."""
+        stored = torch.from_numpy(np.array(self._dequantize(_ROPE_FACTORS), dtype=np.float32))
+        theta = float(self._own("rope.freq_base", 10000.0))
+        scaling = {
+            "rope_type": "llama3",
+            "factor": float(stored.max()),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": trained or 8192,
+        }
+        expected = llama3_divisors(head_dim, theta, scaling)
+        if stored.shape != expected.shape or not torch.allclose(stored, expected, rtol=1e-3):
+            raise ModelError(f"{self.where}: the factors in {_ROPE_FACTORS} are not Llama 3's")
+        return scaling
+
+    def _heads(self) -> int:
+        return int(self._own("attention.head_count"))
+
+    def _kv_heads(self) -> int:
+        return int(self._own("attention.head_count_kv", self._heads()))
+
+    def _own(self, key: str, *default: Any) -> Any:
+        """A metadata value of the architecture; required where no default is given."""
+        value = self.value(f"{self.architecture}.{key}", *default)
+        if value is None and not default:
+            raise self._damaged(f"metadata {self.architecture}.{key} is missing")
+        return value
+
+    def _dequantize(self, name: str) -> npt.NDArray[np.float32]:
+        from gguf import dequantize
+
+        tensor = self._tensors[name]
+        try:
+            values: npt.NDArray[np.float32] = dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as error:
+            raise ModelError(
+                f"{self.where}: tensor {name!r} is quantised as {tensor.tensor_type.name}, "
+                "which is not supported"
+            ) from error
+        except _BROKEN as error:
+            raise self._damaged(f"tensor {name!r}: {error!r}") from error
+        return values
+
+    def _damaged(self, reason: str) -> ModelError:
+        return ModelError(f"{self.where}: not a whole GGUF file ({reason}): download it again")
+
+
+def _unpermute(values: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
+    """Rows from llama.cpp's order (pairs adjacent) to Hugging Face's (halves of a head)."""
+    rest = values.shape[1:]
+    pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *rest)
+    return pairs.swapaxes(1, 2).reshape(values.shape)
+
+
+def _gguf_name(name: str) -> str:
+    if name in _ENDS:
+        return _ENDS[name]
+    parts = name.split(".", 3)
+    if parts[:2] != ["model", "layers"] or len(parts) < 4:
+        return ""
+    inner, _, kind = parts[3].rpartition(".")
+    return f"blk.{parts[2]}.{_IN_LAYER[inner]}.{kind}" if inner in _IN_LAYER else ""
+
+
+def _hf_name(name: str) -> str | None:
+    """None for a tensor that no supported architecture has."""
+    for here, there in _ENDS.items():
+        if there == name:
+            return here
+    parts = name.split(".")
+    if parts[0] != "blk" or len(parts) != 4 or parts[2] not in _FROM_GGUF:
+        return None
+    return f"model.layers.{parts[1]}.{_FROM_GGUF[parts[2]]}.{parts[3]}"

@@ -1,0 +1,160 @@
+"""The dense half of the Llama family, and the frame that its relatives fill in.
+
+A layer is ``x += o(attention(norm(x)))`` and ``x += down(silu(gate(norm(x))) * up(norm(x)))``.
+Weights are fused when they are loaded: q, k and v are one matrix, gate and up another.
+
+The carry is (hidden ``[t, c]``, cos ``[t, 1, d]``, sin ``[t, 1, d]``); after the last stage only
+the hidden rows remain.
+
+Shapes: t tokens, c hidden size, h query heads, n KV heads, d head size, f FFN size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+
+from .arch import kv_specs
+from .base import Carry, DenseHalf, ModelArch
+from .linear import Linear, make_linear
+from .rope import rope_table
+from .weights import Checkpoint
+
+
+@dataclass
+class _Layer:
+    """Weights of one layer, as the stages read them."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    qk_norm_hd: torch.Tensor | None
+    """Qwen3: a weight per element of each query and key head, ``[h + n, d]``."""
+    out: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def nbytes(self) -> int:
+        norms = self.input_norm.nbytes + self.post_norm.nbytes
+        return norms + sum(m.nbytes for m in (self.qkv, self.out, self.gate_up, self.down))
+
+
+class LlamaHalf(DenseHalf):
+    """All weights of a Llama; also of whatever differs from it by the class attributes only."""
+
+    has_out_bias: bool | None = None
+    """Whether the output projection has a bias; None: where q, k and v have one."""
+    has_qk_norm = False
+
+    def __init__(self, arch: ModelArch, checkpoint: Checkpoint, max_len: int) -> None:
+        """Takes ``checkpoint``'s tensors, of its type; ``max_len``: positions to prepare for."""
+        self.arch = arch
+        self.dtype = checkpoint.dtype
+        self.device = torch.device("cpu")
+        self.specs = kv_specs(arch, str(self.dtype).removeprefix("torch."))
+        self._rotated = arch.num_heads + arch.num_kv_heads
+        self._half = arch.head_dim // 2
+        table = rope_table(arch.head_dim, arch.rope_theta, arch.rope_scaling, max_len, self.dtype)
+        self._cos, self._sin = table
+        self._load(checkpoint)
+
+    @property
+    def weight_bytes(self) -> int:
+        layers = sum(layer.nbytes for layer in self._layers)
+        return layers + self._final_norm.nbytes + self._head.nbytes
+
+    def stage(
+        self,
+        i: int,
+        attn_out_the: torch.Tensor | None,
+        carry: Carry | None,
+        token_ids_t: torch.Tensor | None,
+        positions_t: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, Carry]:
+        if i == 0:
+            assert token_ids_t is not None
+            hidden_tc = F.embedding(token_ids_t, self._embedding)
+            cos, sin = self._cos[positions_t], self._sin[positions_t]
+        else:
+            assert attn_out_the is not None
+            assert carry is not None
+            hidden_tc, cos, sin = carry
+            hidden_tc = self._finish(self._layers[i - 1], attn_out_the, hidden_tc)
+            if i == len(self._layers):
+                return None, None, None, (hidden_tc,)
+        q, k, v = self._attention_inputs(self._layers[i], hidden_tc, cos, sin)
+        return q, k, v, (hidden_tc, cos, sin)
+
+    def logits(self, carry: Carry) -> torch.Tensor:
+        return self._head(self._norm(carry[0], self._final_norm)).float()
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        # The variance is taken in float32, whatever the type of x, as transformers does.
+        return F.rms_norm(x, weight.shape, weight, self.arch.norm_eps)
+
+    def _finish(
+        self, layer: _Layer, attn_the: torch.Tensor, hidden_tc: torch.Tensor
+    ) -> torch.Tensor:
+        """Output projection and FFN, each added to the hidden rows."""
+        hidden_tc = layer.out.add(attn_the.reshape(attn_the.shape[0], -1), hidden_tc)
+        gate_up = layer.gate_up(self._norm(hidden_tc, layer.post_norm))
+        gate_tf, up_tf = gate_up.chunk(2, -1)
+        return layer.down.add(F.silu(gate_tf).mul_(up_tf), hidden_tc)
+
+    def _attention_inputs(
+        self, layer: _Layer, hidden_tc: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v; queries and keys are rotated in one go."""
+        arch = self.arch
+        qkv = layer.qkv(self._norm(hidden_tc, layer.input_norm)).view(-1, *self._qkv_shape)
+        qk = qkv[:, : self._rotated]
+        if layer.qk_norm_hd is not None:
+            plain = F.rms_norm(qk, (arch.head_dim,), None, arch.norm_eps)
+            qk = plain.mul_(layer.qk_norm_hd)
+        qk = qk.mul(cos).add_(qk.roll(self._half, -1).mul_(sin))
+        return qk[:, : arch.num_heads], qk[:, arch.num_heads :], qkv[:, self._rotated :]
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        arch = self.arch
+        self._qkv_shape = (arch.num_heads + 2 * arch.num_kv_heads, arch.head_dim)
+        vocab = (arch.vocab_size, arch.hidden_size)
+        self._embedding = checkpoint.get("model.embed_tokens.weight", vocab)
+        self._layers = [self._load_layer(checkpoint, i) for i in range(arch.num_layers)]
+        self._final_norm = checkpoint.get("model.norm.weight", (arch.hidden_size,))
+        tied = arch.tie_embeddings
+        self._head = make_linear(
+            self._embedding if tied else checkpoint.get("lm_head.weight", vocab)
+        )
+
+    def _load_layer(self, checkpoint: Checkpoint, index: int) -> _Layer:
+        arch, at = self.arch, f"model.layers.{index}."
+        hidden, ffn = (arch.hidden_size,), arch.intermediate_size
+        q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        bias = arch.attention_bias
+        out_bias = bias if self.has_out_bias is None else self.has_out_bias
+
+        def linear(names: dict[str, int], inputs: int, with_bias: bool) -> Linear:
+            return checkpoint.linear(
+                [(at + name, n) for name, n in names.items()], inputs, with_bias
+            )
+
+        qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+        gate_up = {"mlp.gate_proj": ffn, "mlp.up_proj": ffn}
+        return _Layer(
+            input_norm=checkpoint.get(at + "input_layernorm.weight", hidden),
+            qkv=linear(qkv, arch.hidden_size, bias),
+            qk_norm_hd=self._load_qk_norm(checkpoint, at) if self.has_qk_norm else None,
+            out=linear({"self_attn.o_proj": arch.hidden_size}, q, out_bias),
+            post_norm=checkpoint.get(at + "post_attention_layernorm.weight", hidden),
+            gate_up=linear(gate_up, arch.hidden_size, arch.mlp_bias),
+            down=linear({"mlp.down_proj": arch.hidden_size}, ffn, arch.mlp_bias),
+        )
+
+    def _load_qk_norm(self, checkpoint: Checkpoint, at: str) -> torch.Tensor:
+        arch, shape = self.arch, (self.arch.head_dim,)
+        q = checkpoint.get(at + "self_attn.q_norm.weight", shape)
+        k = checkpoint.get(at + "self_attn.k_norm.weight", shape)
+        return torch.cat((q.expand(arch.num_heads, -1), k.expand(arch.num_kv_heads, -1)))

@@ -1,0 +1,193 @@
+"""From a ``ModelConfig`` to a model that can be loaded, and from that to its parts.
+
+Resolving finds the files, settles type and length, and prepares the cache; it reads no weights,
+so it is cheap enough for every node to do.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import ModelConfig
+from ..core.errors import ConfigError, ModelError
+from .arch import arch_from_config
+from .base import DenseHalf, ModelArch
+from .cache import Progress, is_whole, silent
+from .convert import CONFIG, GENERATION, dtype_file, ensure_dtype, folder_for_gguf
+from .hub import KNOWN_MODELS, known_folder, unknown_model
+from .registry import create_half
+from .tokenizer import Tokenizer
+from .weights import (
+    SAFETENSORS,
+    Checkpoint,
+    DummySource,
+    SafetensorsSource,
+    WeightSource,
+    open_weights,
+    weight_files,
+)
+
+_CPU_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+_SAMPLE = 1 << 16
+"""Bytes at the start, middle and end of a weight file that its identity is taken from."""
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model whose files are here and whose settings are settled."""
+
+    name: str
+    """As the user gave it."""
+    path: Path
+    """Folder with ``config.json``."""
+    arch: ModelArch
+    dtype: str
+    """float32, bfloat16 or float16."""
+    load_format: str
+    """safetensors, pt, converted (a folder made from a GGUF file) or dummy."""
+    fingerprint: str
+    """The same for the same shape, type and weights, on any host."""
+    max_model_len: int
+    """Longest prompt plus output in tokens."""
+    eos_token_ids: tuple[int, ...]
+
+
+def resolve_model(config: ModelConfig, progress: Progress | None = None) -> ResolvedModel:
+    """Finds, fetches and converts what ``config`` names; ``progress`` hears of what takes long.
+
+    ``ModelError`` for what is unknown, missing, damaged or not supported; ``ConfigError`` for a
+    length that the model does not have.
+    """
+    folder, load_format = _locate(config, progress or silent)
+    arch = _read_arch(folder)
+    dtype = _native_dtype() if config.dtype == "auto" else config.dtype
+    limit = config.max_model_len or arch.max_position
+    if limit > arch.max_position:
+        raise ConfigError(
+            f"model.max_model_len is {limit}, but {config.model_path} goes to {arch.max_position} "
+            "tokens: lower it, or leave it out"
+        )
+    if load_format == "converted":
+        ensure_dtype(folder, getattr(torch, dtype), progress or silent)
+    return ResolvedModel(
+        name=config.model_path,
+        path=folder,
+        arch=arch,
+        dtype=dtype,
+        load_format=load_format,
+        fingerprint=_fingerprint(arch, dtype, folder, load_format, config.seed),
+        max_model_len=limit,
+        eos_token_ids=arch.eos_token_ids,
+    )
+
+
+def load_half(model: ResolvedModel, seed: int = 0) -> DenseHalf:
+    """The dense half with its weights in memory; ``seed`` is that of random ones."""
+    checkpoint = Checkpoint(_source(model, seed), getattr(torch, model.dtype))
+    with torch.inference_mode():
+        return create_half(model.arch, checkpoint, model.max_model_len)
+
+
+def load_tokenizer(model: ResolvedModel) -> Tokenizer:
+    """The model's tokenizer; ``ModelError`` where it has none (prompts can be token ids)."""
+    return Tokenizer.from_folder(model.path)
+
+
+def _locate(config: ModelConfig, progress: Progress) -> tuple[Path, str]:
+    """The folder and how its weights are stored."""
+    path, wanted = Path(config.model_path).expanduser(), config.load_format
+    if path.is_dir():
+        if wanted == "gguf":
+            raise ModelError(f"{path}: load_format 'gguf' needs the path of a GGUF file")
+        return path, wanted if wanted == "dummy" else _stored_format(path, wanted)
+    if path.is_file() or config.model_path in KNOWN_MODELS:
+        if path.is_file() and path.suffix.lower() != ".gguf":
+            raise ModelError(f"{path}: neither a folder nor a GGUF file (*.gguf)")
+        if wanted in ("safetensors", "pt"):
+            raise ModelError(
+                f"{config.model_path}: a GGUF file has no weights of format {wanted!r}"
+            )
+        known = not path.is_file()
+        folder = (
+            known_folder(config.model_path, progress) if known else folder_for_gguf(path, progress)
+        )
+        return folder, "dummy" if wanted == "dummy" else "converted"
+    raise unknown_model(config.model_path)
+
+
+def _stored_format(folder: Path, wanted: str) -> str:
+    if not (folder / CONFIG).is_file():
+        raise ModelError(f"{folder}: there is no {CONFIG}; give the folder of a Hugging Face model")
+    if wanted != "auto":
+        return wanted
+    files = weight_files(folder, wanted)
+    if files and files[0].name.startswith(SAFETENSORS):
+        return "safetensors"
+    if not files:
+        open_weights(folder, wanted)  # says what was looked for
+    return "pt"
+
+
+def _source(model: ResolvedModel, seed: int) -> WeightSource:
+    if model.load_format == "dummy":
+        return DummySource(seed)
+    if model.load_format == "converted":
+        name = dtype_file(model.path, getattr(torch, model.dtype))
+        if not is_whole(model.path, [name]):
+            raise ModelError(f"{model.path / name} has changed since it was made: delete it")
+        return SafetensorsSource.of_file(model.path / name)
+    return open_weights(model.path, model.load_format)
+
+
+def _read_arch(folder: Path) -> ModelArch:
+    generation = _read_json(folder / GENERATION) if (folder / GENERATION).is_file() else None
+    if not (folder / CONFIG).is_file():
+        raise ModelError(f"{folder}: there is no {CONFIG}; give the folder of a Hugging Face model")
+    return arch_from_config(_read_json(folder / CONFIG), generation)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: not readable as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: must hold a JSON object")
+    return value
+
+
+@functools.lru_cache
+def _native_dtype() -> str:
+    """bfloat16 where the processor multiplies it natively, else float32."""
+    if torch.cuda.is_available():
+        return "bfloat16" if torch.cuda.get_device_capability()[0] >= 8 else "float32"
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "float32"
+    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return "bfloat16" if _CPU_BF16_FLAGS & set(flags.split()) else "float32"
+
+
+def _fingerprint(arch: ModelArch, dtype: str, folder: Path, load_format: str, seed: int) -> str:
+    """A hash of shape, type, and the weights' sizes and samples of their bytes."""
+    digest = hashlib.sha256(json.dumps([asdict(arch), dtype], sort_keys=True).encode())
+    if load_format == "dummy":
+        digest.update(f"dummy:{seed}".encode())
+        return digest.hexdigest()
+    stored = "safetensors" if load_format == "converted" else load_format
+    for path in weight_files(folder, stored):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            for at in (0, size // 2, max(0, size - _SAMPLE)):
+                file.seek(at)
+                digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()
