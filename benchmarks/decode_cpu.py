@@ -1,0 +1,175 @@
+"""Decode on a CPU: tokens per second through the live scheduler, beside peers and over the floor.
+
+Same weights, prompts and threads for every engine of a run. Ours is timed from the moment when all
+requests have their first token to the moment when the first one ends; peers by the difference of a
+run with all tokens and one with a single token.
+
+    python benchmarks/decode_cpu.py --peer llama.cpp=/path/to/venv/bin/python
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from typing import Any
+
+import torch
+from common import Row, describe_run, finish, model_parser, read_bandwidth
+from peers import prompts, run_peer
+
+from cloverinfer import LLM, ModelConfig, SamplingParams
+from cloverinfer.models import ResolvedModel, resolve_model
+
+PARTS = ("dense", "attention", "sample", "barrier")
+
+
+class Window:
+    """Tokens and node totals between all first tokens and the first end."""
+
+    def __init__(self, llm: LLM, count: int) -> None:
+        self._llm, self._count = llm, count
+        self._first: set[int] = set()
+        self._left = count
+        self.tokens = 0
+        self.begin = self.end = 0.0
+        self.before: list[dict[str, Any]] = []
+        self.after: list[dict[str, Any]] = []
+        self.done = threading.Event()
+        self.error: Exception | None = None
+
+    def take(self, i: int, item: Any) -> None:
+        now = time.perf_counter()
+        if isinstance(item, Exception):
+            self.error = item
+            self.done.set()
+            return
+        if self.before and not self.after:
+            self.tokens += len(item.token_ids)
+        self._first.add(i)
+        if len(self._first) == self._count and not self.before:
+            self.begin, self.before = now, self._llm.engine.nodes()
+        if item.finish_reason is not None:
+            if not self.after:
+                self.end, self.after = now, self._llm.engine.nodes()
+            self._left -= 1
+            if not self._left:
+                self.done.set()
+
+
+def measure(llm: LLM, inputs: list[list[int]], tokens: int) -> Window:
+    window = Window(llm, len(inputs))
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    for i, prompt in enumerate(inputs):
+        llm.engine.submit(prompt, params, lambda item, i=i: window.take(i, item))
+    window.done.wait(600)
+    if window.error is not None:
+        raise window.error
+    return window
+
+
+def breakdown(window: Window) -> dict[str, float]:
+    """Milliseconds of a step by where they went."""
+    delta = {part: 0.0 for part in PARTS}
+    steps = 0
+    for before, after in zip(window.before, window.after):
+        for part in PARTS:
+            delta[part] += after[f"{part}_seconds"] - before[f"{part}_seconds"]
+        if after["role"] in ("dense", "colocated"):
+            steps += after["steps"] - before["steps"]
+    total = window.end - window.begin
+    hop = max(0.0, delta["barrier"] - delta["attention"]) if delta["barrier"] else 0.0
+    known = delta["dense"] + delta["attention"] + delta["sample"] + hop
+    parts = {"step": total, "GEMMs": delta["dense"], "attention": delta["attention"], "hop": hop,
+             "sampling": delta["sample"], "Python": total - known}
+    return {name: 1000 * seconds / max(1, steps) for name, seconds in parts.items()}
+
+
+def ours(args: argparse.Namespace, model: ModelConfig, topology: str) -> dict[int, Window]:
+    with LLM(model, topology=topology, executor=args.executor, threads=args.threads,
+             enable_prefix_caching=False) as llm:
+        resolved = resolve_model(model)
+        measure(llm, prompts(resolved, 2, 16), 8)
+        return {
+            batch: measure(llm, prompts(resolved, batch, args.prompt_tokens), args.tokens)
+            for batch in args.batches
+        }
+
+
+def transformers_rate(model: ResolvedModel, inputs: list[list[int]], tokens: int, threads: int) -> float:
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    peer = AutoModelForCausalLM.from_pretrained(model.path, dtype=getattr(torch, model.dtype)).eval()
+    batch = torch.tensor(inputs)
+
+    def seconds(count: int) -> float:
+        started = time.perf_counter()
+        peer.generate(batch, max_new_tokens=count, min_new_tokens=count, do_sample=False,
+                      attention_mask=torch.ones_like(batch), pad_token_id=0)
+        return time.perf_counter() - started
+
+    seconds(4)
+    first = min(seconds(1) for _ in range(2))
+    return len(inputs) * (tokens - 1) / (seconds(tokens) - first)
+
+
+def peer_rates(args: argparse.Namespace, model: ModelConfig) -> dict[tuple[str, int], float]:
+    resolved = resolve_model(model)
+    rates: dict[tuple[str, int], float] = {}
+    for batch in args.batches:
+        inputs = prompts(resolved, batch, args.prompt_tokens)
+        rates["transformers", batch] = transformers_rate(resolved, inputs, args.tokens, args.threads)
+        for peer in args.peer:
+            name = peer.partition("=")[0]
+            result = run_peer(peer, resolved, inputs, args.tokens, args.threads)
+            rates[name, batch] = result["tokens_per_second"]
+    return rates
+
+
+def arguments() -> argparse.Namespace:
+    made = model_parser(__doc__ or "")
+    made.add_argument("--executor", default="local")
+    made.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    made.add_argument("--prompt-tokens", type=int, default=128)
+    made.add_argument("--tokens", type=int, default=128)
+    args = made.parse_args()
+    if args.quick:
+        args.tokens = min(args.tokens, 32)
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    model = ModelConfig(model_path=args.model, dtype=args.dtype)
+    resolved = resolve_model(model)
+    bandwidth = read_bandwidth(args.threads)
+    print(describe_run(args.threads))
+    print(f"{resolved.name} {resolved.dtype}; read bandwidth {bandwidth / 1e9:.1f} GB/s")
+    windows = {topology: ours(args, model, topology) for topology in ("colocated", "pda")}
+    rates = peer_rates(args, model)
+    weight_bytes = max(row["weight_bytes"] for row in windows["colocated"][args.batches[0]].after)
+    rows, steps = [], []
+    for batch in args.batches:
+        floor = batch * bandwidth / weight_bytes
+        for topology, by_batch in windows.items():
+            window = by_batch[batch]
+            rate = window.tokens / (window.end - window.begin)
+            params = {"topology": topology, "batch": batch, "dtype": resolved.dtype}
+            for (peer, peer_batch), value in rates.items():
+                if peer_batch == batch:
+                    rows.append(Row("decode", rate, "tokens/s", params, floor, peer, value))
+            steps += [Row(f"step: {part}", ms, "ms", params) for part, ms in breakdown(window).items()]
+        rows += [Row(f"decode {peer}", value, "tokens/s", {"batch": batch, "dtype": resolved.dtype}, floor)
+                 for (peer, peer_batch), value in rates.items() if peer_batch == batch]
+        ratio = _step_ms(windows["pda"][batch]) / _step_ms(windows["colocated"][batch])
+        rows.append(Row("pda step / colocated step", ratio, "ratio", {"batch": batch}))
+    finish(rows + steps, args.json)
+
+
+def _step_ms(window: Window) -> float:
+    return breakdown(window)["step"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What the same-tokens tests share: settings, their pairwise selection, and the comparison."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cloverinfer import LLM, ModelConfig, SamplingParams
+
+TIE = 1e-3
+"""Where the reference's two best logits are closer than this, either token is right."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt and the tokens that the reference generates greedily."""
+
+    prompt: list[int]
+    tokens: list[int]
+    margins: list[float]
+    """Best logit minus second best, at each token."""
+
+
+def reference(model: Any, prompts: Sequence[list[int]], max_tokens: int) -> list[Case]:
+    """Greedy tokens by transformers' own ``generate``, one prompt at a time."""
+    cases = []
+    for prompt in prompts:
+        result = model.generate(
+            torch.tensor([prompt]), max_new_tokens=max_tokens, do_sample=False,
+            return_dict_in_generate=True, output_scores=True, eos_token_id=None,
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), pad_token_id=0,
+            repetition_penalty=1.0,
+        )
+        best = [scores[0].topk(2).values for scores in result.scores]
+        cases.append(Case(prompt, result.sequences[0, len(prompt) :].tolist(),
+                          [float(two[0] - two[1]) for two in best]))
+    return cases
+
+
+def check(cases: Sequence[Case], outputs: Sequence[list[int]]) -> None:
+    """Token for token the same; where the reference itself is undecided, up to there."""
+    for i, (case, tokens) in enumerate(zip(cases, outputs)):
+        wanted = case.tokens[: len(tokens)]
+        if tokens == wanted:
+            continue
+        at = next(j for j, pair in enumerate(zip(tokens, wanted)) if pair[0] != pair[1])
+        assert case.margins[at] < TIE, (
+            f"case {i} (prompt of {len(case.prompt)}) differs at token {at}: {tokens[at]} instead of "
+            f"{wanted[at]}, where the reference's margin is {case.margins[at]:.4f}"
+        )
+
+
+def pairwise(factors: Mapping[str, Sequence[Any]], most: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Few settings in which each pair of values of two factors occurs, as far as ``most`` allow."""
+    rng = random.Random(seed)
+    names = list(factors)
+    wanted = {
+        (a, x, b, y)
+        for a, b in itertools.combinations(names, 2)
+        for x in factors[a]
+        for y in factors[b]
+    }
+    chosen: list[dict[str, Any]] = []
+    while wanted and len(chosen) < most:
+        tries = [{name: rng.choice(list(values)) for name, values in factors.items()} for _ in range(300)]
+        best = max(tries, key=lambda setting: len(_pairs(setting, names) & wanted))
+        wanted -= _pairs(best, names)
+        chosen.append(best)
+    return chosen
+
+
+def _pairs(setting: Mapping[str, Any], names: Sequence[str]) -> set[tuple[str, Any, str, Any]]:
+    return {(a, setting[a], b, setting[b]) for a, b in itertools.combinations(names, 2)}
+
+
+def run(model: str, cases: Sequence[Case], max_tokens: int, **fields: Any) -> list[list[int]]:
+    """Outputs of one setting. Every third request is short, so that requests join and leave."""
+    limits = [max_tokens if i % 3 else max(1, max_tokens // 4) for i in range(len(cases))]
+    params = [SamplingParams(max_tokens=limit, temperature=0.0, ignore_eos=True) for limit in limits]
+    with LLM(ModelConfig(model_path=model, dtype="float32"), **fields) as llm:
+        completions = llm.generate([case.prompt for case in cases], params)
+        check_work(llm, cases, limits)
+    for completion, limit in zip(completions, limits):
+        assert len(completion.token_ids) == limit
+        assert completion.finish_reason == "length"
+    return [completion.token_ids for completion in completions]
+
+
+def check_work(llm: LLM, cases: Sequence[Case], limits: Sequence[int]) -> None:
+    """Every role took part, and no decode token was made by a node that should not decode."""
+    totals: dict[str, int] = {}
+    for row in llm.engine.nodes():
+        totals[row["role"]] = totals.get(row["role"], 0) + row["tokens"]
+    prompts = sum(len(case.prompt) for case in cases)
+    decoded = sum(limits) - len(cases)
+    if "prefill" in totals:
+        assert 0 < totals["prefill"] <= prompts or totals["prefill"] >= decoded >= 0
+    for role in ("dense", "attention", "decode"):
+        if role in totals:
+            assert totals[role] == decoded, f"{role} nodes decoded {totals[role]} of {decoded} tokens"
+
+
+def settings_id(setting: Mapping[str, Any]) -> str:
+    return "-".join(str(value) for value in setting.values())
