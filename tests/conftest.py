@@ -1,13 +1,23 @@
-"""What every test starts from: fixed seeds, and no settings from the caller's environment."""
+"""What every test starts from: fixed seeds, and no settings from the caller's environment.
+
+Beside them a fake engine, which the commands and the server are tested with.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
+
+from cloverinfer.core.errors import EngineClosedError, RequestError
 
 
 @pytest.fixture(autouse=True)
@@ -19,3 +29,114 @@ def _repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
     # Most tests never load torch, and should not pay for it here.
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@dataclass(frozen=True)
+class FakeChunk:
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    error: str | None = None
+    metrics: dict[str, Any] | None = None
+
+
+class FakeTokenizer:
+    """A token is a word; ids are positions in the list of words met so far."""
+
+    has_chat_template = True
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def encode(self, text: str) -> list[int]:
+        for word in text.split():
+            if word not in self.words:
+                self.words.append(word)
+        return [self.words.index(word) for word in text.split()]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return " ".join(self.words[i] for i in token_ids)
+
+    def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
+        return " ".join(f"{one['role']}: {one['content']}" for one in messages)
+
+
+class FakeEngine:
+    """An engine that answers `w0 w1 w2 ...`, and remembers what it was asked and told."""
+
+    model_name = "fake"
+    max_model_len = 32
+
+    def __init__(self, model: Any = None, cluster: Any = None, progress: Any = None) -> None:
+        self.model, self.cluster = model, cluster
+        self.tokenizer: FakeTokenizer | None = FakeTokenizer()
+        self.failure: str | None = None
+        self.refusal: Exception | None = None
+        self.delay = 0.0
+        self.fail_at: int | None = None
+        self.raise_at: int | None = None
+        self.asked: list[tuple[Any, Any]] = []
+        self.aborted = 0
+        self.closed = 0
+        if progress is not None:
+            progress("nodes are ready")
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"name": "dense-0", "role": "dense", "pid": 1, "tokens": 3, "bytes_in": 1000}]
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def stream_sync(self, prompt: Any, sampling: Any) -> Iterator[FakeChunk]:
+        total = self._check(prompt, sampling)
+        over = False
+        try:
+            for i in range(total):
+                time.sleep(self.delay)
+                chunk = self._chunk(i, total, prompt)
+                over = chunk.finish_reason is not None
+                yield chunk
+        finally:
+            self.aborted += not over
+
+    async def stream(
+        self, prompt: Any, sampling: Any, request_id: str | None = None
+    ) -> AsyncIterator[FakeChunk]:
+        total = self._check(prompt, sampling)
+        over = False
+        try:
+            for i in range(total):
+                await asyncio.sleep(self.delay)
+                chunk = self._chunk(i, total, prompt)
+                over = chunk.finish_reason is not None
+                yield chunk
+                if over:
+                    return
+        finally:
+            self.aborted += not over
+
+    def _check(self, prompt: Any, sampling: Any) -> int:
+        self.asked.append((prompt, sampling))
+        if self.refusal is not None:
+            raise self.refusal
+        length = self._length(prompt)
+        if length >= self.max_model_len:
+            raise RequestError(f"{length} tokens where {self.max_model_len} fit", "prompt")
+        return sampling.max_tokens
+
+    def _length(self, prompt: Any) -> int:
+        return len(prompt.split() if isinstance(prompt, str) else prompt)
+
+    def _chunk(self, i: int, total: int, prompt: Any) -> FakeChunk:
+        if i == self.raise_at:
+            raise EngineClosedError("the engine was closed")
+        if i == self.fail_at:
+            return FakeChunk("", [], "error", "a node died")
+        last = i == total - 1
+        metrics = {"prompt_tokens": self._length(prompt), "ttft": 0.5, "stages": {"queue": 0.25}}
+        return FakeChunk(f"w{i} ", [i], "length" if last else None, None, metrics if last else None)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()

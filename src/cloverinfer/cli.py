@@ -14,8 +14,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from . import __version__
 from .config import (
@@ -33,6 +33,7 @@ from .core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from .orchestrator.llm import AsyncLLM
+    from .server.engine import Chunk
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -82,6 +83,10 @@ def _fail(message: str, status: int) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        # A flag added later must not change what an abbreviation in a script means.
+        super().__init__(**options, allow_abbrev=False)
+
     def error(self, message: str) -> NoReturn:
         print(f"error: {message} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(EXIT_USAGE)
@@ -278,11 +283,10 @@ def _read_prompt(prompt: str) -> str:
 
 
 def _as_chat(engine: AsyncLLM, text: str) -> str | list[int]:
-    if not engine.tokenizer.has_chat_template:
+    tokenizer = engine.tokenizer
+    if tokenizer is None or not tokenizer.has_chat_template:
         raise RequestError(f"{engine.model_name} has no chat template: leave out --chat", "chat")
-    prompt: str | list[int] = engine.tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}]
-    )
+    prompt: str | list[int] = tokenizer.apply_chat_template([{"role": "user", "content": text}])
     return prompt
 
 
@@ -292,19 +296,21 @@ def _collect(
     """The whole answer; its text is written as it comes where ``stream`` is set."""
     text: list[str] = []
     token_ids: list[int] = []
-    finish_reason, metrics = None, None
-    with contextlib.closing(engine.stream_sync(prompt, sampling)) as chunks:
+    finish_reason, metrics, error = None, None, None
+    # It is a generator: closing it, on Ctrl-C say, aborts the request.
+    opened = cast("Generator[Chunk, None, None]", engine.stream_sync(prompt, sampling))
+    with contextlib.closing(opened) as chunks:
         for chunk in chunks:
             text.append(chunk.text)
             token_ids += chunk.token_ids
             if stream:
                 sys.stdout.write(chunk.text)
                 sys.stdout.flush()
-            finish_reason, metrics = chunk.finish_reason, chunk.metrics
+            finish_reason, metrics, error = chunk.finish_reason, chunk.metrics, chunk.error
     if stream:
         print(flush=True)
     if finish_reason in ("error", "abort", None):
-        raise CloverError(chunk.error or "the answer ended before it was finished")
+        raise CloverError(error or "the answer ended before it was finished")
     return {
         "text": "".join(text),
         "token_ids": token_ids,

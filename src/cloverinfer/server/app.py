@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -89,7 +89,7 @@ class Api:
         self._check_model(body.model)
         body.check()
         tokenizer = self.engine.tokenizer
-        if not tokenizer.has_chat_template:
+        if tokenizer is None or not tokenizer.has_chat_template:
             raise RequestError(f"{self.name} has no chat template; use /v1/completions", "messages")
         # In a thread: a long conversation must not stall the streams of others.
         prompt = await asyncio.to_thread(tokenizer.apply_chat_template, body.plain_messages())
@@ -119,7 +119,11 @@ class Api:
         }
 
     def _as_text(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self.engine.tokenizer.decode(prompt)
+        if isinstance(prompt, str):
+            return prompt
+        if self.engine.tokenizer is None:
+            raise RequestError(f"{self.name} has no tokenizer to echo token ids with", "echo")
+        return self.engine.tokenizer.decode(prompt)
 
     async def _answer(
         self, job: Job, sampling: SamplingParams, request: Request, stream: bool, with_usage: bool
@@ -127,7 +131,10 @@ class Api:
         if self.engine.failure is not None:
             raise EngineClosedError(self.engine.failure)
         streams = [
-            self.engine.stream(prompt, sampling, f"{job.form.id}-{index}")
+            cast(
+                "AsyncGenerator[Chunk, None]",
+                self.engine.stream(prompt, sampling, f"{job.form.id}-{index}"),
+            )
             for index, prompt in enumerate(job.prompts)
         ]
         chunks = fan_in(request.receive, streams)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from ..core.sampling import SamplingParams
@@ -35,7 +35,7 @@ class Engine(Protocol):
     """Usable from any event loop; closing a stream aborts its request."""
 
     @property
-    def tokenizer(self) -> Tokenizer: ...
+    def tokenizer(self) -> Tokenizer | None: ...
     @property
     def model_name(self) -> str: ...
     @property
@@ -45,6 +45,7 @@ class Engine(Protocol):
 
     def stream(
         self, prompt: str | list[int], sampling: SamplingParams, request_id: str | None = None
-    ) -> AsyncGenerator[Chunk, None]: ...
+    ) -> AsyncIterator[Chunk]:
+        """An async generator, so that it can be closed."""
 
     def close(self) -> None: ...

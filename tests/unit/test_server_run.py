@@ -1,0 +1,121 @@
+"""The server on a real socket: readiness, the openai client, disconnects, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from cloverinfer.core.errors import ConfigError
+from cloverinfer.server import run
+from cloverinfer.server.app import build_app
+
+
+@pytest.fixture
+def base(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Address of a server in a thread over the fake engine."""
+    servers: list[uvicorn.Server] = []
+    begin = run._Server.startup
+
+    async def remember(self: Any, sockets: Any = None) -> None:
+        servers.append(self)
+        await begin(self, sockets)
+
+    monkeypatch.setattr(run._Server, "startup", remember)
+    ready: list[str] = []
+    sock = run.bind("127.0.0.1", 0)
+    arguments = (build_app(engine, "m"), sock, ready.append)
+    thread = threading.Thread(target=run.serve, args=arguments)
+    thread.start()
+    wait(lambda: bool(ready))
+    yield ready[0].removeprefix("ready: ")
+    servers[0].should_exit = True
+    thread.join(10)
+    sock.close()
+    assert not thread.is_alive()
+
+
+def wait(until: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_the_openai_client_works(base: str) -> None:
+    with openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0) as client:
+        messages: Any = [{"role": "user", "content": "hi"}]
+        answer = client.chat.completions.create(model="m", messages=messages, max_tokens=3)
+        assert answer.choices[0].message.content == "w0 w1 w2 "
+        messages.append(answer.choices[0].message)
+        with client.chat.completions.create(
+            model="m", messages=messages, max_tokens=2, stream=True
+        ) as stream:
+            assert "".join(part.choices[0].delta.content or "" for part in stream) == "w0 w1 "
+        whole = client.completions.create(model="m", prompt="a b", extra_body={"top_k": 3})
+        assert whole.usage is not None
+        assert whole.usage.prompt_tokens == 2
+        assert [model.id for model in client.models.list()] == ["m"]
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="x", prompt="a")
+
+
+def test_the_openai_client_sees_a_failure_in_a_stream(base: str, engine: Any) -> None:
+    engine.fail_at = 1
+    with openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0) as client:
+        with client.completions.create(model="m", prompt="a", stream=True) as stream:
+            with pytest.raises(openai.APIError, match="a node died"):
+                list(stream)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("delay", [0.02, 60.0])
+def test_a_client_that_leaves_aborts_its_request(
+    base: str, engine: Any, stream: bool, delay: float
+) -> None:
+    engine.delay, engine.max_model_len = delay, 100_000
+    body = {"model": "m", "prompt": "a", "max_tokens": 90_000, "stream": stream}
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(base_url=base) as client:
+            post = asyncio.create_task(_read(client, body))
+            while not engine.asked:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            post.cancel()
+            await asyncio.gather(post, return_exceptions=True)
+
+    asyncio.run(leave())
+    wait(lambda: engine.aborted == 1)
+    engine.delay = 0.0
+    body |= {"max_tokens": 1, "stream": False}
+    assert httpx.post(f"{base}/v1/completions", json=body).status_code == 200
+
+
+async def _read(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    async with client.stream("POST", "/v1/completions", json=body, timeout=None) as response:
+        async for _ in response.aiter_bytes():
+            pass
+
+
+def test_a_taken_port_is_told_before_anything_starts() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: Address already in use"):
+            run.bind("127.0.0.1", port)
+
+
+def test_addresses_are_told_as_urls() -> None:
+    sock = run.bind("127.0.0.1", 0)
+    assert run.url(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
+    sock.close()
