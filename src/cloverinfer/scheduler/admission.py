@@ -1,0 +1,222 @@
+"""Who may come in, and where to: checks on arrival, admission in order, places for decoding.
+
+A request is admitted with blocks for all tokens it has, at its home and on its prefill node at
+once, so that what was started can be finished without waiting for anybody's blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..core.errors import NodeDiedError, QueueFullError, RequestError
+from ..core.request import Request, RequestState
+from ..kvcache.manager import KVCacheManager, Match
+from ..wire.messages import ExpectTransfer
+from .records import DENSE_ROLES
+from .state import Lane, Node, Seat, State, Transfer
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """Where a request would go."""
+
+    home: Node
+    lane: Lane
+    """On the prefill node, or at home where there is none."""
+
+
+class Admission:
+    """Fills seats from the waiting queue."""
+
+    def __init__(self, state: State, max_model_len: int) -> None:
+        self._state = state
+        self._max_model_len = max_model_len
+        self._arrivals = 0
+
+    def add(self, request: Request, now: float) -> None:
+        """Queues a request, or raises ``RequestError``, ``NodeDiedError`` or ``QueueFullError``."""
+        state = self._state
+        assert request.number not in state.seats, f"request number {request.number} is in use"
+        limit = self._check(request)
+        missing = state.missing_roles()
+        if missing:
+            raise NodeDiedError(f"no {' and no '.join(missing)} node is left to serve requests")
+        if len(state.waiting) >= state.config.max_queue:
+            raise QueueFullError(
+                f"{len(state.waiting)} requests wait already (scheduler.max_queue); try again later"
+            )
+        sampling = request.sampling
+        eos = frozenset() if sampling.ignore_eos else request.eos_token_ids
+        seat = Seat(request, self._arrivals, limit, eos | frozenset(sampling.stop_token_ids))
+        self._arrivals += 1
+        request.times.setdefault(RequestState.WAITING, now)
+        state.seats[request.number] = seat
+        state.waiting.push(request.number, seat)
+
+    def admit(self) -> None:
+        """Seats the waiting in order, until one does not fit."""
+        while (seat := self._state.waiting.head()) is not None:
+            spot = self._find_spot(seat)
+            if spot is None:
+                return
+            self._state.waiting.discard(seat.request.number, seat.order)
+            self._seat(seat, spot)
+
+    def place_ready(self, now: float) -> None:
+        """Gives decode lanes to those whose cache is whole at home."""
+        for seat in sorted(self._state.ready.values(), key=lambda seat: seat.order):
+            lane = self._decode_lane(seat)
+            if lane is not None:
+                del self._state.ready[seat.request.number]
+                lane.members[seat.request.number] = seat
+                seat.lane = lane
+                seat.request.advance(RequestState.DECODING, now)
+
+    def fits_somewhere(self, limit: int) -> str | None:
+        """Why a request that may reach ``limit`` tokens fits no pool; None where it does."""
+        blocks = self._most_blocks(limit)
+        for nodes, what in ((self._state.homes, "KV pool"), (self._state.prefills, "prefill pool")):
+            largest = max((n.cache().num_blocks for n in nodes if n.alive), default=blocks)
+            if blocks > largest:
+                size = self._state.block_size
+                return (
+                    f"prompt and output of up to {limit} tokens need {blocks} blocks of {size} "
+                    f"tokens, but the largest {what} has {largest}: lower max_tokens or raise "
+                    "cache.memory_gib"
+                )
+        return None
+
+    def _check(self, request: Request) -> int:
+        """Most tokens the request may reach; ``RequestError`` where it cannot be served."""
+        prompt = request.num_prompt
+        if prompt == 0:
+            raise RequestError("the prompt is empty: it must have at least one token", "prompt")
+        if prompt + 1 > self._max_model_len:
+            raise RequestError(
+                f"the prompt of {prompt} tokens leaves no room for output in a context of "
+                f"{self._max_model_len} tokens",
+                "prompt",
+            )
+        limit = min(prompt + request.sampling.max_tokens, self._max_model_len)
+        problem = self.fits_somewhere(limit)
+        if problem is not None:
+            raise RequestError(problem, "max_tokens")
+        return limit
+
+    def _most_blocks(self, limit: int) -> int:
+        # The last token is never computed, so it needs no place.
+        return self._state.blocks_for(limit - 1)
+
+    def _find_spot(self, seat: Seat) -> _Spot | None:
+        if self._dense_full():
+            return None
+        tokens = seat.request.all_token_ids()
+        if seat.keys is None:
+            seat.keys = self._state.homes[0].cache().keys(tokens)
+        home = self._find_home(seat, tokens)
+        if home is None:
+            return None
+        node = self._find_prefill(seat, tokens) if self._state.prefills else home
+        return None if node is None else _Spot(home, _emptiest(node))
+
+    def _dense_full(self) -> bool:
+        """All places for decoding are taken or promised (pda: any dense node serves anyone)."""
+        if self._state.topology != "pda":
+            return False
+        live = sum(node.usable for node in self._state.dense)
+        taken = sum(len(node.homed) for node in self._state.homes)
+        return taken >= live * self._state.config.max_num_seqs
+
+    def _find_home(self, seat: Seat, tokens: list[int]) -> Node | None:
+        """The home with most blocks left once the request is in."""
+        best: tuple[int, Node] | None = None
+        for node in self._state.homes:
+            if not node.usable or not self._has_room(node) or not self._can_grow(node, seat):
+                continue
+            match = _match(node.cache(), seat, tokens)
+            # One block to spare, so that the newcomer does not preempt those who are there.
+            if not node.cache().can_allocate(len(tokens), match, headroom=min(len(node.homed), 1)):
+                continue
+            fresh = self._state.blocks_for(len(tokens)) - len(match.blocks)
+            left = node.cache().num_free - match.num_free - fresh
+            if best is None or left > best[0]:
+                best = left, node
+        return None if best is None else best[1]
+
+    def _has_room(self, node: Node) -> bool:
+        full = len(node.homed) >= self._state.config.max_num_seqs
+        return node.role not in DENSE_ROLES or not full
+
+    def _can_grow(self, node: Node, seat: Seat) -> bool:
+        return self._most_blocks(seat.limit) <= node.cache().num_blocks
+
+    def _find_prefill(self, seat: Seat, tokens: list[int]) -> Node | None:
+        """The prefill node with least to compute, the request's own missing part included."""
+        best: tuple[int, Node] | None = None
+        for node in self._state.prefills:
+            if not node.usable or not self._can_grow(node, seat):
+                continue
+            match = _match(node.cache(), seat, tokens)
+            if not node.cache().can_allocate(len(tokens), match):
+                continue
+            load = sum(other.missing for other in node.lanes[0].members.values())
+            load += len(tokens) - match.num_tokens
+            if best is None or load < best[0]:
+                best = load, node
+        return None if best is None else best[1]
+
+    def _seat(self, seat: Seat, spot: _Spot) -> None:
+        request, lane = seat.request, spot.lane
+        tokens = request.all_token_ids()
+        number, limit = request.number, len(tokens) - 1
+        blocks, held = spot.home.cache().allocate(number, tokens, len(tokens), limit, seat.keys)
+        seat.home, seat.room = spot.home, len(blocks) * self._state.block_size
+        spot.home.homed[number] = seat
+        cached = held
+        if lane.node is not spot.home:
+            seat.prefill = lane.node
+            _, cached = lane.node.cache().allocate(number, tokens, len(tokens), limit, seat.keys)
+            self._promise(seat, spot.home, blocks[held // self._state.block_size :])
+        request.num_computed = request.num_cached = cached
+        seat.lane = lane
+        lane.members[number] = seat
+
+    def _promise(self, seat: Seat, home: Node, blocks: list[int]) -> None:
+        """Tells the home what will come. There is always a block to send, as the last token is
+        never taken from a cache."""
+        assert blocks
+        assert seat.prefill is not None
+        request = seat.request
+        slot = home.new_slot()
+        home.transfers[slot] = seat
+        seat.transfer = Transfer(slot, request.incarnation, len(blocks))
+        source = seat.prefill.name
+        self._state.send(
+            home, ExpectTransfer(slot, request.number, request.incarnation, source, blocks)
+        )
+
+    def _decode_lane(self, seat: Seat) -> Lane | None:
+        """The least loaded lane that may serve the seat, on a node with a place left."""
+        nodes = [seat.home] if self._state.topology == "pd" else self._state.dense
+        most = self._state.config.max_num_seqs
+        lanes = [
+            lane
+            for node in nodes
+            if node is not None and node.num_members < most
+            for lane in node.lanes
+            if lane.usable
+        ]
+        return min(lanes, key=_load, default=None)
+
+
+def _match(pool: KVCacheManager, seat: Seat, tokens: list[int]) -> Match:
+    # The last token is computed in any case: its logits give the next one.
+    return pool.match_prefix(tokens, len(tokens) - 1, seat.keys)
+
+
+def _load(lane: Lane) -> tuple[int, int]:
+    return len(lane.members), lane.node.num_members
+
+
+def _emptiest(node: Node) -> Lane:
+    return min((lane for lane in node.lanes if lane.usable), key=lambda lane: len(lane.members))

@@ -1,0 +1,65 @@
+"""Asserts that the scheduler's tables agree with one another; for tests."""
+
+from __future__ import annotations
+
+from ..core.request import RequestState
+from .state import Lane, Node, Seat, State
+
+
+def check_state(state: State) -> None:
+    for node in state.nodes.values():
+        _check_node(node)
+    for number, seat in state.seats.items():
+        assert number == seat.request.number
+        _check_seat(state, seat)
+    for lane in state.lanes():
+        _check_lane(state, lane)
+    for seat in state.waiting.items():
+        assert seat.home is None
+        assert seat.lane is None
+        assert not seat.request.finished
+        assert state.seats[seat.request.number] is seat
+
+
+def _check_node(node: Node) -> None:
+    if node.pool is not None:
+        node.pool.check_integrity()
+        lanes = [lane for lane in node.lanes if node.role == "prefill"]
+        holders = set(node.homed).union(*(lane.members for lane in lanes))
+        assert node.pool.numbers() == holders, f"{node.name}: tables of requests that are not here"
+    for slot, seat in node.transfers.items():
+        assert seat.home is node
+        assert seat.transfer is not None
+        assert seat.transfer.slot == slot
+        assert not seat.transfer.whole
+    # A leave goes with the node's next plan, before any join, so nobody is in both.
+    assert not set(node.leaves) & set(node.told)
+
+
+def _check_seat(state: State, seat: Seat) -> None:
+    request = seat.request
+    assert 0 <= request.num_computed < request.num_tokens or request.finished
+    assert not request.finished or seat.in_flight, f"request {request.number} keeps its seat"
+    if seat.home is not None:
+        assert seat.home.homed[request.number] is seat
+        assert seat.room == seat.home.cache().num_held(request.number) * state.block_size
+        assert seat.room >= request.num_computed
+    if seat.lane is not None:
+        assert seat.home is not None
+        assert seat.lane.members[request.number] is seat
+    waiting = seat in state.waiting.items() if seat.home is None else False
+    assert waiting == (seat.home is None), f"request {request.number} is nowhere"
+    if request.state is RequestState.DECODING:
+        assert seat.prefill is None
+        assert seat.transfer is None
+        assert seat.lane is not None
+
+
+def _check_lane(state: State, lane: Lane) -> None:
+    rows = lane.flight.rows if lane.flight is not None else []
+    in_flight = {row.seat.request.number for row in rows}
+    assert in_flight <= set(lane.members), "a row in flight left its lane"
+    for number, seat in lane.members.items():
+        assert state.seats[number] is seat
+        assert seat.lane is lane
+        assert seat.in_flight == (number in in_flight)

@@ -1,0 +1,125 @@
+"""Which rows a lane's next step has: decode rows first, then chunks of prompts in order of arrival.
+
+Also finds blocks for the tokens that decode rows are about to add, preempting latecomers.
+"""
+
+from __future__ import annotations
+
+from ..core.request import RequestState
+from .state import Lane, Node, Row, Seat, State
+
+
+class LanePlanner:
+    """Chooses rows; builds no messages."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self.preemptions = 0
+
+    def make_room(self, now: float) -> None:
+        """Lengthens the tables of rows about to decode, the oldest first across all idle lanes.
+
+        Where the home has no block left, the latest arrived request there that is in no step in
+        flight is preempted, be it the one that asks. It waits only where it is the only such one.
+        As the oldest asks first, it always gets what there is.
+        """
+        needy = [
+            seat
+            for node in self._state.dense
+            for lane in node.lanes
+            if lane.usable and lane.flight is None
+            for seat in lane.members.values()
+            if seat.room <= seat.request.num_computed
+        ]
+        for seat in sorted(needy, key=_order):
+            if seat.lane is not None:
+                self._extend(seat, now)
+
+    def _extend(self, seat: Seat, now: float) -> None:
+        home = seat.home
+        assert home is not None
+        while True:
+            new = home.cache().ensure(seat.request.number, seat.request.num_computed + 1)
+            if new is not None:
+                seat.room += len(new) * self._state.block_size
+                return
+            candidates = [other for other in home.homed.values() if _preemptible(other)]
+            victim = max(candidates, key=_order)
+            if len(candidates) == 1:
+                assert victim is seat
+                return
+            self.preempt(victim, now)
+            if victim is seat:
+                return
+
+    def preempt(self, seat: Seat, now: float) -> None:
+        """Takes all from a request; it is prefilled anew with what it has said so far."""
+        request = seat.request
+        self._state.release(seat)
+        if request.state not in (RequestState.WAITING, RequestState.PREEMPTED):
+            request.advance(RequestState.PREEMPTED, now)
+        request.incarnation += 1
+        request.num_computed = request.num_cached = 0
+        seat.keys = None
+        self._state.waiting.push_front(seat.order, seat)
+        self.preemptions += 1
+
+    def choose_rows(self, lane: Lane) -> list[Row]:
+        """Rows of the lane's next step; empty where it has nothing to do."""
+        members = sorted(lane.members.values(), key=_order)
+        decodes = [seat for seat in members if seat.missing == 1]
+        prefills = [seat for seat in members if seat.missing > 1]
+        budget = self._state.config.max_num_batched_tokens
+        # A prefill that found no room beside decode rows gets it in the next step.
+        reserve = self._least(prefills[0]) if prefills and lane.starved else 0
+        able = [seat for seat in decodes if seat.room > seat.request.num_computed]
+        rows = [_row(seat, 1) for seat in able[: max(budget - reserve, 0)]]
+        chunks = self._chunks(prefills, budget - len(rows), alone=not rows)
+        lane.starved = bool(prefills) and not chunks
+        return self._by_home(lane.node, rows + chunks)
+
+    def _chunks(self, seats: list[Seat], budget: int, alone: bool) -> list[Row]:
+        rows: list[Row] = []
+        for seat in seats:
+            least = self._least(seat)
+            if least > budget and not (alone and not rows):
+                break
+            count = seat.missing
+            if count > max(budget, least):
+                # A chunk that does not end the prompt ends with a block.
+                size = self._state.block_size
+                end = (seat.request.num_computed + max(budget, least)) // size * size
+                count = end - seat.request.num_computed
+            rows.append(_row(seat, count))
+            budget -= count
+        return rows
+
+    def _least(self, seat: Seat) -> int:
+        """Tokens of the shortest chunk that the seat's next row can be."""
+        if not self._state.config.enable_chunked_prefill:
+            return seat.missing
+        size = self._state.block_size
+        return min(seat.missing, size - seat.request.num_computed % size)
+
+    def _by_home(self, node: Node, rows: list[Row]) -> list[Row]:
+        if node.role != "dense" or len(self._state.homes) == 1:
+            return rows
+        return sorted(rows, key=self._home_order)
+
+    def _home_order(self, row: Row) -> int:
+        assert row.seat.home is not None
+        return self._state.home_order[row.seat.home.name]
+
+
+def _order(seat: Seat) -> int:
+    return seat.order
+
+
+def _row(seat: Seat, count: int) -> Row:
+    start = seat.request.num_computed
+    return Row(seat, start, count, samples=start + count == seat.request.num_tokens)
+
+
+def _preemptible(seat: Seat) -> bool:
+    """It runs at or for its home, and no step in flight names its blocks."""
+    return not seat.in_flight and seat.lane is not None and seat.lane.node.role != "prefill"

@@ -1,0 +1,144 @@
+"""What comes back: tokens of steps, transfers that are whole, steps that failed."""
+
+from __future__ import annotations
+
+from ..core.request import RequestState
+from ..wire.messages import StepDone, StepFailed, TransferDone
+from .lanes import LanePlanner
+from .records import TokenEvent
+from .state import Flight, Lane, Row, Seat, State
+
+
+class Results:
+    """Moves requests on by what nodes report; drops what belongs to nothing that lives."""
+
+    def __init__(self, state: State, planner: LanePlanner) -> None:
+        self._state = state
+        self._planner = planner
+
+    def step_done(self, done: StepDone, now: float) -> list[TokenEvent]:
+        lane = self._state.lane(done.node, done.lane)
+        if lane is None or lane.flight is None or lane.flight.step != done.step:
+            return []
+        wanted = sum(row.samples for row in lane.flight.rows)
+        if len(done.tokens) != wanted:
+            error = f"{done.node} sent {len(done.tokens)} tokens for {wanted} rows that sample"
+            self.step_failed(StepFailed(done.node, done.lane, done.step, error), now)
+            return []
+        events: list[TokenEvent] = []
+        tokens = iter(done.tokens)
+        for row in self._land(lane).rows:
+            token = next(tokens) if row.samples else None
+            if row.seat.request.finished:
+                self._state.vacate(row.seat)
+            else:
+                self._advance(lane, row, token, now, events)
+        _mark_idle(lane, now)
+        return events
+
+    def step_failed(self, failed: StepFailed, now: float) -> None:
+        """Fails the step's requests. Where it failed because a home died, only those that lived
+        there are lost: the others did not advance, and their step is done again."""
+        lane = self._state.lane(failed.node, failed.lane)
+        if lane is None or lane.flight is None or lane.flight.step != failed.step:
+            return
+        rows = self._land(lane).rows
+        orphaned = any(row.seat.home is not None and not row.seat.home.alive for row in rows)
+        for row in rows:
+            if row.seat.request.finished:
+                self._state.vacate(row.seat)
+            elif not orphaned:
+                self._state.fail([row.seat], f"step failed on {failed.node}: {failed.error}", now)
+            elif lane.node.role == "prefill":
+                # Some of the chunk may have been put already, and a block must come only once.
+                self._planner.preempt(row.seat, now)
+        _mark_idle(lane, now)
+
+    def transfer_done(self, done: TransferDone, now: float) -> None:
+        node = self._state.nodes.get(done.node)
+        seat = node.transfers.get(done.transfer) if node is not None else None
+        if node is None or seat is None or seat.transfer is None:
+            return
+        request = seat.request
+        if (request.number, request.incarnation) != (done.request, done.incarnation):
+            return
+        if done.error:
+            error = f"KV transfer to {done.node} failed: {done.error}"
+            self._state.fail([seat], error, now)
+            return
+        seat.transfer.whole = True
+        del node.transfers[done.transfer]
+        if request.state is RequestState.TRANSFERRING:
+            self._make_ready(seat)
+
+    def _land(self, lane: Lane) -> Flight:
+        """Ends the flight: nothing names its rows' blocks any more."""
+        flight = lane.flight
+        assert flight is not None
+        lane.flight, lane.overdue = None, False
+        for row in flight.rows:
+            row.seat.in_flight = False
+        return flight
+
+    def _advance(
+        self, lane: Lane, row: Row, token: int | None, now: float, events: list[TokenEvent]
+    ) -> None:
+        seat, request = row.seat, row.seat.request
+        request.num_computed = row.start + row.count
+        self._confirm(lane, row)
+        if token is None:
+            return
+        request.output_token_ids.append(token)
+        request.token_times.append(now)
+        reason = _reason_to_end(seat, token)
+        events.append(TokenEvent(request, token, reason is not None))
+        if lane.node.role == "prefill" and seat.transfer is not None and seat.transfer.whole:
+            self._confirm_home(seat)
+        if reason is not None:
+            self._state.end(seat, RequestState.FINISHED, reason, now)
+        elif lane.node.role == "prefill":
+            self._hand_over(seat, now)
+        elif request.state is RequestState.PREFILLING:
+            request.advance(RequestState.DECODING, now)
+
+    def _confirm(self, lane: Lane, row: Row) -> None:
+        """Makes blocks that this step filled findable in the pool they were computed into."""
+        size = self._state.block_size
+        if row.start // size == (row.start + row.count) // size:
+            return
+        node = lane.node if lane.node.pool is not None else row.seat.home
+        assert node is not None
+        request = row.seat.request
+        node.cache().confirm(request.number, request.all_token_ids(), request.num_computed)
+
+    def _confirm_home(self, seat: Seat) -> None:
+        assert seat.home is not None
+        request = seat.request
+        pool = seat.home.cache()
+        pool.confirm(request.number, request.all_token_ids(), request.num_computed)
+
+    def _hand_over(self, seat: Seat, now: float) -> None:
+        """The prompt is computed, and all its puts have finished: the prefill node is done."""
+        self._state.release_prefill(seat)
+        assert seat.transfer is not None
+        seat.request.advance(RequestState.TRANSFERRING, now)
+        if seat.transfer.whole:
+            self._make_ready(seat)
+        else:
+            seat.transfer.deadline = now + self._state.config.transfer_timeout
+
+    def _make_ready(self, seat: Seat) -> None:
+        self._confirm_home(seat)
+        self._state.close_transfer(seat)
+        self._state.ready[seat.request.number] = seat
+
+
+def _reason_to_end(seat: Seat, token: int) -> str | None:
+    if token in seat.stops:
+        return "stop"
+    return "length" if seat.request.num_tokens >= seat.limit else None
+
+
+def _mark_idle(lane: Lane, now: float) -> None:
+    waits = any(seat.missing == 1 for seat in lane.members.values())
+    lane.idle_since = now if waits else None

@@ -1,0 +1,274 @@
+"""The tables all parts of the scheduler share: nodes, lanes, seats, and how a seat is given up.
+
+A *seat* is a request's place in the system: the blocks, the lane and the transfer it holds. Blocks
+are given back by ``release`` alone, and never while a step in flight names them: a request may
+reach its end at any time, its seat stays until the step that it is a row of has answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from ..config import CacheConfig, SchedulerConfig
+from ..core.request import Request, RequestState
+from ..kvcache.layout import blocks_for
+from ..kvcache.manager import KVCacheManager
+from ..wire.messages import CancelTransfer, Message
+from ..wire.notices import MAX_TRANSFERS
+from .queue import WaitingQueue
+from .records import DENSE_ROLES, HOME_ROLES, POOL_ROLES, SchedNode
+
+
+@dataclass(eq=False)
+class Transfer:
+    """A promise that a prefill will put blocks into a home pool."""
+
+    slot: int
+    incarnation: int
+    num_blocks: int
+    """Blocks promised; the others are held at home already."""
+    whole: bool = False
+    deadline: float | None = None
+    """Set once the first token is known."""
+
+
+@dataclass(eq=False)
+class Seat:
+    """A request and what it holds."""
+
+    request: Request
+    order: int
+    """Order of arrival."""
+    limit: int
+    """Most tokens, prompt included."""
+    stops: frozenset[int]
+    """Tokens that end it."""
+    keys: list[bytes] | None = None
+    """Keys of its tokens' full blocks, made at admission."""
+    home: Node | None = None
+    """Node whose pool it lives in while it decodes; set from admission on."""
+    prefill: Node | None = None
+    """Node whose pool it is prefilled in, where that is not its home."""
+    transfer: Transfer | None = None
+    lane: Lane | None = None
+    """Where its rows run now; None while it waits for a place."""
+    in_flight: bool = False
+    """It is a row of its lane's step in flight."""
+    room: int = 0
+    """Tokens that its blocks at home can hold."""
+
+    @property
+    def missing(self) -> int:
+        """Tokens still to compute."""
+        return self.request.num_tokens - self.request.num_computed
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a step."""
+
+    seat: Seat
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(eq=False)
+class Flight:
+    """A step that was sent and has not answered."""
+
+    step: int
+    rows: list[Row]
+    deadline: float
+
+
+@dataclass(eq=False)
+class Lane:
+    """The place of one wavefront on a node."""
+
+    node: Node
+    index: int
+    members: dict[int, Seat] = field(default_factory=dict)
+    """Seats whose rows run here, by request number."""
+    flight: Flight | None = None
+    step: int = 0
+    """Number of the next step."""
+    overdue: bool = False
+    """Its step passed the deadline; it gets no work until it answers."""
+    starved: bool = False
+    """Its last plan had no room for the oldest prefill."""
+    idle_since: float | None = None
+    """When its last step ended, where rows to decode were left."""
+
+    @property
+    def usable(self) -> bool:
+        return self.node.alive and not self.overdue
+
+
+@dataclass(eq=False)
+class Node:
+    """A node, its pool and what it has been told."""
+
+    name: str
+    role: str
+    pool: KVCacheManager | None
+    lanes: list[Lane] = field(default_factory=list)
+    alive: bool = True
+    homed: dict[int, Seat] = field(default_factory=dict)
+    """Seats whose home it is."""
+    transfers: dict[int, Seat] = field(default_factory=dict)
+    """Seats it receives blocks for, by slot, until whole or cancelled."""
+    told: dict[int, int] = field(default_factory=dict)
+    """Requests joined here in their present incarnation, and how many blocks it knows of each."""
+    leaves: list[int] = field(default_factory=list)
+    """Requests that its next plan must take away."""
+    next_slot: int = 0
+
+    @property
+    def usable(self) -> bool:
+        """Alive and, where it runs steps, with a lane that answers."""
+        return self.alive and (not self.lanes or any(lane.usable for lane in self.lanes))
+
+    @property
+    def num_members(self) -> int:
+        return sum(len(lane.members) for lane in self.lanes)
+
+    def cache(self) -> KVCacheManager:
+        assert self.pool is not None, f"{self.name} has no pool"
+        return self.pool
+
+    def forget(self, number: int) -> None:
+        """The next plan takes the request away, where the node has heard of it."""
+        if self.told.pop(number, None) is not None and self.alive:
+            self.leaves.append(number)
+
+    def new_slot(self) -> int:
+        """A transfer slot, the longest unused one so that late notices meet no new transfer."""
+        while self.next_slot in self.transfers:
+            self.next_slot = (self.next_slot + 1) % MAX_TRANSFERS
+        slot = self.next_slot
+        self.next_slot = (slot + 1) % MAX_TRANSFERS
+        return slot
+
+
+class State:
+    """Everything the parts read and change."""
+
+    def __init__(
+        self, config: SchedulerConfig, cache: CacheConfig, topology: str, nodes: list[SchedNode]
+    ) -> None:
+        self.config = config
+        self.block_size = cache.block_size
+        self.topology = topology
+        self.nodes = {node.name: self._make_node(node, cache) for node in nodes}
+        self.homes = [node for node in self.nodes.values() if node.role in HOME_ROLES]
+        self.prefills = [node for node in self.nodes.values() if node.role == "prefill"]
+        self.dense = [node for node in self.nodes.values() if node.role in DENSE_ROLES]
+        self.home_order = {node.name: i for i, node in enumerate(self.homes)}
+        self.seats: dict[int, Seat] = {}
+        """Every request that has not ended, or still holds something, by number."""
+        self.waiting = WaitingQueue[Seat]()
+        self.ready: dict[int, Seat] = {}
+        """Seats whose cache is whole at home and which have no lane yet."""
+        self.outbox: list[tuple[str, Message]] = []
+        self.finished: list[Request] = []
+
+    def _make_node(self, node: SchedNode, cache: CacheConfig) -> Node:
+        pool = None
+        if node.role in POOL_ROLES:
+            pool = KVCacheManager(node.kv_blocks, cache.block_size, cache.enable_prefix_caching)
+        made = Node(node.name, node.role, pool)
+        count = 1 if node.role == "prefill" else self.config.num_wavefronts
+        if node.role != "attention":
+            made.lanes = [Lane(made, i) for i in range(count)]
+        return made
+
+    def lanes(self) -> Iterator[Lane]:
+        for node in self.nodes.values():
+            yield from node.lanes
+
+    def lane(self, node: str, index: int) -> Lane | None:
+        """A lane of a live node, by what a message says."""
+        found = self.nodes.get(node)
+        if found is None or not found.alive or not 0 <= index < len(found.lanes):
+            return None
+        return found.lanes[index]
+
+    def missing_roles(self) -> list[str]:
+        """Roles that no usable node has."""
+        wanted = {node.role for node in self.nodes.values()}
+        have = {node.role for node in self.nodes.values() if node.usable}
+        return sorted(wanted - have)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return blocks_for(num_tokens, self.block_size)
+
+    def send(self, node: Node, message: Message) -> None:
+        if node.alive:
+            self.outbox.append((node.name, message))
+
+    def end(
+        self, seat: Seat, state: RequestState, reason: str, now: float, error: str | None = None
+    ) -> None:
+        """Moves a request to a terminal state, once; its seat goes when no step names it."""
+        request = seat.request
+        assert not request.finished, f"request {request.number} ended twice"
+        request.advance(state, now)
+        request.finish_reason, request.error = reason, error
+        self.finished.append(request)
+        self.waiting.discard(request.number, seat.order)
+        if not seat.in_flight:
+            self.vacate(seat)
+
+    def fail(self, seats: Iterable[Seat], error: str, now: float) -> None:
+        """Fails those that have not ended yet."""
+        for seat in list(seats):
+            if not seat.request.finished:
+                self.end(seat, RequestState.FAILED, "error", now, error)
+
+    def vacate(self, seat: Seat) -> None:
+        """Gives up the seat of a request that has ended."""
+        self.release(seat)
+        del self.seats[seat.request.number]
+
+    def release(self, seat: Seat) -> None:
+        """Gives back everything a seat holds and tells the nodes to forget the request."""
+        assert not seat.in_flight, f"request {seat.request.number} is in a step in flight"
+        self.release_prefill(seat)
+        self._cancel_transfer(seat)
+        self.leave_lane(seat)
+        if seat.home is not None:
+            number, home = seat.request.number, seat.home
+            home.cache().free(number)
+            home.forget(number)
+            del home.homed[number]
+            seat.home, seat.room = None, 0
+
+    def release_prefill(self, seat: Seat) -> None:
+        """Gives back what a seat holds on its prefill node, whose puts have all finished."""
+        if seat.prefill is not None:
+            self.leave_lane(seat)
+            seat.prefill.cache().free(seat.request.number)
+            seat.prefill = None
+
+    def leave_lane(self, seat: Seat) -> None:
+        number = seat.request.number
+        self.ready.pop(number, None)
+        if seat.lane is not None:
+            del seat.lane.members[number]
+            seat.lane.node.forget(number)
+            seat.lane = None
+
+    def close_transfer(self, seat: Seat) -> None:
+        """The slot is free again: the transfer is whole, or nobody waits for it."""
+        transfer, home = seat.transfer, seat.home
+        slots = home.transfers if home is not None else {}
+        if transfer is not None and slots.get(transfer.slot) is seat:
+            del slots[transfer.slot]
+        seat.transfer = None
+
+    def _cancel_transfer(self, seat: Seat) -> None:
+        if seat.transfer is not None and not seat.transfer.whole and seat.home is not None:
+            self.send(seat.home, CancelTransfer(seat.transfer.slot))
+        self.close_transfer(seat)

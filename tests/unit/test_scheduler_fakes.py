@@ -1,0 +1,372 @@
+"""A cluster of fake nodes that keep plans' promises to the letter and check every one of them.
+
+A slot of a fake pool holds a digest of all tokens up to its position, so a block that was freed
+too early, never sent, or shared wrongly shows as a wrong digest when it is attended over. The next
+token is a function of the digest: what each request must say is known beforehand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+from cloverinfer.config import CacheConfig, SchedulerConfig
+from cloverinfer.core.request import Request, RequestState
+from cloverinfer.core.sampling import SamplingParams
+from cloverinfer.scheduler import SchedNode, Scheduler, TokenEvent
+from cloverinfer.wire.messages import (
+    AttentionPlan,
+    CancelTransfer,
+    ExpectTransfer,
+    Join,
+    Message,
+    StepDone,
+    StepFailed,
+    StepPlan,
+    StepStats,
+    TransferDone,
+    decode,
+    encode,
+)
+
+VOCAB = 40
+EOS = 0
+
+
+def digest(parent: int, token: int) -> int:
+    return hash((parent, token, 7))
+
+
+def next_token(value: int) -> int:
+    return value % VOCAB
+
+
+@dataclass
+class Truth:
+    """What a request's tokens and digests must be, as far as anybody asked."""
+
+    tokens: list[int]
+    digests: list[int] = field(default_factory=list)
+
+    def digest(self, position: int) -> int:
+        while len(self.digests) <= position:
+            i = len(self.digests)
+            if i == len(self.tokens):
+                self.tokens.append(next_token(self.digests[-1]))
+            self.digests.append(digest(self.digests[-1] if i else 1, self.tokens[i]))
+        return self.digests[position]
+
+    def token(self, position: int) -> int:
+        self.digest(position)
+        return self.tokens[position]
+
+
+@dataclass
+class Known:
+    """A request as a node knows it."""
+
+    join: Join
+    tokens: list[int]
+    blocks: list[int]
+    pushed: int
+
+
+@dataclass
+class FakeNode:
+    name: str
+    role: str
+    pool: dict[tuple[int, int], int] = field(default_factory=dict)
+    known: dict[int, Known] = field(default_factory=dict)
+    tables: dict[int, list[int]] = field(default_factory=dict)
+    """Of attention nodes."""
+    busy: dict[int, StepPlan] = field(default_factory=dict)
+    expects: dict[int, ExpectTransfer] = field(default_factory=dict)
+    arrived: dict[int, set[int]] = field(default_factory=dict)
+    attention: dict[tuple[str, int, int], AttentionPlan] = field(default_factory=dict)
+
+
+def make_nodes(topology: str, blocks: int, prefills: int = 1, homes: int = 1, dense: int = 1,
+               prefill_blocks: int | None = None) -> list[SchedNode]:  # fmt: skip
+    home_role = {"colocated": "colocated", "pd": "decode", "pda": "attention"}[topology]
+    nodes = [SchedNode(f"{home_role}-{i}", home_role, blocks) for i in range(homes)]
+    if topology != "colocated":
+        size = blocks if prefill_blocks is None else prefill_blocks
+        nodes += [SchedNode(f"prefill-{i}", "prefill", size) for i in range(prefills)]
+    if topology == "pda":
+        nodes += [SchedNode(f"dense-{i}", "dense", 0) for i in range(dense)]
+    return nodes
+
+
+def make_request(number: int, prompt: list[int], max_tokens: int = 8, **more: object) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, **more)  # type: ignore[arg-type]
+    return Request(number, f"r{number}", prompt, sampling, 0.0, seed=number,
+                   eos_token_ids=frozenset({EOS}))  # fmt: skip
+
+
+class Cluster:
+    """Scheduler and fake nodes; ``actions`` are what may happen next, in any order."""
+
+    def __init__(
+        self,
+        nodes: list[SchedNode],
+        config: SchedulerConfig | None = None,
+        cache: CacheConfig | None = None,
+        max_model_len: int = 1000,
+        seed: int = 0,
+    ) -> None:
+        self.config = config or SchedulerConfig()
+        self.cache = cache or CacheConfig(block_size=4)
+        self.scheduler = Scheduler(self.config, self.cache, nodes, max_model_len)
+        self.rng = random.Random(seed)
+        self.nodes = {node.name: FakeNode(node.name, node.role) for node in nodes}
+        self.now = 0.0
+        self.truth: dict[int, Truth] = {}
+        self.requests: dict[int, Request] = {}
+        self.said: dict[int, list[int]] = {}
+        self.ended: list[Request] = []
+        self.computing: list[tuple[str, int]] = []
+        self.reports: list[StepDone | StepFailed | TransferDone] = []
+        self.sent: list[tuple[str, Message]] = []
+        self.dead: set[str] = set()
+
+    # Driving
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request, self.now)
+        self.requests[request.number] = request
+        self.truth[request.number] = Truth(list(request.prompt_token_ids))
+        self.said[request.number] = []
+
+    def schedule(self) -> list[tuple[str, Message]]:
+        """Sends what the scheduler wants sent; asking twice gives nothing new."""
+        messages = [(name, decode(encode(m))) for name, m in self.scheduler.schedule(self.now)]
+        assert self.scheduler.schedule(self.now) == []
+        self.scheduler.check_integrity()
+        for name, message in messages:
+            assert name not in self.dead
+            self._receive(self.nodes[name], message)
+        self.sent += messages
+        return messages
+
+    def step(self) -> bool:
+        """One random thing happens, then the scheduler runs; False where nothing can."""
+        self.now += 0.01
+        choices = len(self.computing) + len(self.reports)
+        if choices:
+            at = self.rng.randrange(choices)
+            if at < len(self.computing):
+                self.compute(*self.computing.pop(at))
+            else:
+                self.deliver(self.reports.pop(at - len(self.computing)))
+        self.schedule()
+        self.ended += self.scheduler.drain_finished()
+        return bool(self.computing or self.reports)
+
+    def run(self, limit: int = 20000) -> None:
+        """Until nothing is left to do, which must come."""
+        self.schedule()
+        for _ in range(limit):
+            if not self.step() and not self.scheduler.has_work:
+                return
+            assert self.computing or self.reports or not self.scheduler.has_work, "stuck"
+        raise AssertionError("no end in sight")
+
+    def deliver(self, report: StepDone | StepFailed | TransferDone) -> None:
+        scheduler = self.scheduler
+        if report.node in self.dead:
+            return
+        if isinstance(report, TransferDone):
+            scheduler.on_transfer_done(report, self.now)
+        elif isinstance(report, StepFailed):
+            scheduler.on_step_failed(report, self.now)
+        else:
+            self.hear(scheduler.on_step_done(report, self.now))
+            assert scheduler.on_step_done(report, self.now) == [], "a report counted twice"
+        scheduler.check_integrity()
+
+    def hear(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            self.said[event.request.number].append(event.token)
+            assert event.finished == event.request.finished
+
+    def kill(self, name: str) -> None:
+        self.dead.add(name)
+        self.computing = [item for item in self.computing if item[0] != name]
+        self.scheduler.on_node_died(name, "killed", self.now)
+        self.scheduler.check_integrity()
+
+    def fail_step(self, name: str, lane: int, error: str = "broken") -> None:
+        """A step that was computing fails after it wrote some of what it had to."""
+        self.computing.remove((name, lane))
+        plan = self.nodes[name].busy.pop(lane)
+        self.reports.append(StepFailed(name, lane, plan.step, error))
+
+    # Checks at the end
+
+    def check_end(self) -> None:
+        assert sorted(r.number for r in self.ended) == sorted(self.requests), "each once"
+        for number, request in self.requests.items():
+            count = len(request.output_token_ids)
+            truth = self.truth[number]
+            first = request.num_prompt
+            assert request.finished
+            assert request.output_token_ids == [truth.token(first + i) for i in range(count)]
+            assert self.said[number] == request.output_token_ids
+            assert len(request.token_times) == count
+            if request.state is RequestState.FINISHED and request.finish_reason == "length":
+                assert count == request.sampling.max_tokens
+        for name, free in self.scheduler.free_blocks().items():
+            assert free == self._pool(name).num_blocks, f"{name} kept blocks"
+        assert not self.scheduler.has_work
+
+    # What nodes do
+
+    def _receive(self, node: FakeNode, message: Message) -> None:
+        if isinstance(message, StepPlan):
+            self._read_plan(node, message)
+        elif isinstance(message, AttentionPlan):
+            self._read_attention_plan(node, message)
+        elif isinstance(message, ExpectTransfer):
+            assert message.transfer not in node.expects
+            assert message.blocks
+            node.expects[message.transfer] = message
+            node.arrived[message.transfer] = set()
+        else:
+            assert isinstance(message, CancelTransfer)
+            node.expects.pop(message.transfer, None)
+
+    def _read_plan(self, node: FakeNode, plan: StepPlan) -> None:
+        assert plan.lane not in node.busy, "the lane has a step in flight"
+        assert plan.rows
+        assert len(set(plan.rows)) == len(plan.rows)
+        flying = {number for other in node.busy.values() for number in other.rows}
+        assert not flying & (set(plan.leaves) | set(plan.rows)), "a row is in flight"
+        for number in plan.leaves:
+            del node.known[number]
+        for join in plan.joins:
+            assert join.request not in node.known, "joined twice"
+            assert join.request in plan.rows
+            skip = join.push.skip if join.push else 0
+            node.known[join.request] = Known(join, list(join.tokens), list(join.blocks), skip)
+        for number, blocks in plan.blocks:
+            assert blocks
+            node.known[number].blocks += blocks
+        self._check_shape(node, plan)
+        node.busy[plan.lane] = plan
+        self.computing.append((node.name, plan.lane))
+
+    def _check_shape(self, node: FakeNode, plan: StepPlan) -> None:
+        size, budget = self.cache.block_size, self.config.max_num_batched_tokens
+        for number, start, count, samples in zip(
+            plan.rows, plan.starts, plan.counts, plan.samples, strict=True
+        ):
+            assert count >= 1
+            assert samples or (start + count) % size == 0, "a chunk ends inside a block"
+            if not self.config.enable_chunked_prefill:
+                assert samples
+            if node.role in ("dense", "decode"):
+                assert count == 1
+            assert node.known[number].join.incarnation == self.requests[number].incarnation
+        assert sum(plan.counts) <= budget or len(plan.rows) == 1, "over the budget"
+        homes = [node.known[number].join.home for number in plan.rows]
+        changes = sum(a != b for a, b in itertools.pairwise(homes))
+        assert changes == len(set(homes)) - 1, "rows of one home are not adjacent"
+
+    def _read_attention_plan(self, node: FakeNode, plan: AttentionPlan) -> None:
+        for number in plan.leaves:
+            del node.tables[number]
+        for join in plan.joins:
+            assert join.request not in node.tables, "joined twice"
+            node.tables[join.request] = list(join.blocks)
+        for number, blocks in plan.blocks:
+            assert blocks
+            node.tables[number] += blocks
+        node.attention[plan.source, plan.lane, plan.step] = plan
+
+    def compute(self, name: str, lane: int) -> None:
+        """Does a step at once, as late as it can be done."""
+        node = self.nodes[name]
+        plan = node.busy.pop(lane)
+        tokens: list[int] = []
+        for row, number in enumerate(plan.rows):
+            self._compute_row(node, plan, row, number, tokens)
+        if node.role == "dense":
+            self._check_attention_rows(node, plan)
+        self.reports.append(StepDone(name, lane, plan.step, tokens, StepStats()))
+
+    def _compute_row(
+        self, node: FakeNode, plan: StepPlan, row: int, number: int, tokens: list[int]
+    ) -> None:
+        known, truth = node.known[number], self.truth[number]
+        start, count = plan.starts[row], plan.counts[row]
+        at = start - known.join.start
+        given = known.tokens[at : at + count]
+        assert at >= 0
+        assert given == [truth.token(start + i) for i in range(count)], "wrong tokens"
+        home, blocks = node, known.blocks
+        if node.role == "dense":
+            home = self.nodes[known.join.home]
+            if home.name in self.dead:
+                return
+            blocks = home.tables[number]
+        self._write(home, number, blocks, start, count)
+        self._attend(home, number, blocks, start + count)
+        if known.join.push is not None:
+            self._push(node, known, start + count, plan.samples[row])
+        if plan.samples[row]:
+            known.tokens.append(next_token(truth.digest(start + count - 1)))
+            tokens.append(known.tokens[-1])
+
+    def _write(
+        self, node: FakeNode, number: int, blocks: list[int], start: int, count: int
+    ) -> None:
+        size = self.cache.block_size
+        for position in range(start, start + count):
+            block = blocks[position // size]
+            assert self._pool(node.name).pool.refs(block) == 1, "writes to a free or shared block"
+            node.pool[block, position % size] = self.truth[number].digest(position)
+
+    def _attend(self, node: FakeNode, number: int, blocks: list[int], length: int) -> None:
+        size, truth = self.cache.block_size, self.truth[number]
+        held = self._pool(node.name).table(number)
+        assert blocks == held[: len(blocks)], "the node's table is not the scheduler's"
+        for position in range(length):
+            slot = blocks[position // size], position % size
+            assert node.pool.get(slot) == truth.digest(position), f"{node.name} lost {position}"
+
+    def _push(self, node: FakeNode, known: Known, end: int, last: bool) -> None:
+        push, size = known.join.push, self.cache.block_size
+        assert push is not None
+        receiver = self.nodes[push.node]
+        if receiver.name in self.dead:
+            return
+        until = len(push.blocks) if last else end // size
+        for i in range(known.pushed, until):
+            assert self._pool(receiver.name).pool.refs(push.blocks[i]) == 1, "put into a free block"
+            for offset in range(size):
+                value = node.pool.get((known.blocks[i], offset), -1)
+                receiver.pool[push.blocks[i], offset] = value
+            self._arrive(receiver, push.transfer, known.join, push.blocks[i])
+        known.pushed = max(known.pushed, until)
+
+    def _arrive(self, receiver: FakeNode, slot: int, join: Join, block: int) -> None:
+        expect = receiver.expects[slot]
+        assert (expect.request, expect.incarnation) == (join.request, join.incarnation)
+        assert block in expect.blocks
+        assert block not in receiver.arrived[slot]
+        receiver.arrived[slot].add(block)
+        if len(receiver.arrived[slot]) == len(expect.blocks):
+            del receiver.expects[slot]
+            done = TransferDone(receiver.name, slot, expect.request, expect.incarnation, 1)
+            self.reports.append(done)
+
+    def _check_attention_rows(self, node: FakeNode, plan: StepPlan) -> None:
+        rows = list(zip(plan.rows, plan.starts, strict=True))
+        for home in {node.known[number].join.home for number in plan.rows} - self.dead:
+            seen = self.nodes[home].attention.pop((node.name, plan.lane, plan.step))
+            mine = [(n, s + 1) for n, s in rows if node.known[n].join.home == home]
+            assert list(zip(seen.rows, seen.lengths, strict=True)) == mine
+
+    def _pool(self, name: str):  # type: ignore[no-untyped-def]
+        return self.scheduler._state.nodes[name].cache()
