@@ -96,6 +96,8 @@ class FakeEngine:
                 chunk = self._chunk(i, total, prompt)
                 over = chunk.finish_reason is not None
                 yield chunk
+                if over:
+                    return
         finally:
             self.aborted += not over
 

@@ -51,7 +51,7 @@ class _Terminated(BaseException):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     args = _parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _on_terminate)
+    before = signal.signal(signal.SIGTERM, _on_terminate)
     try:
         return int(args.command(args))
     except ValueError as error:
@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The interpreter flushes stdout once more as it ends; let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _on_terminate(number: int, frame: object) -> NoReturn:
