@@ -1,5 +1,256 @@
+// Exposes csrc/shm: scattered copies, and the mailboxes and rings of the shm transport. Memory
+// crosses as objects with a buffer, which stay pinned (and mapped) as long as they are used here.
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "shm/copy.h"
+#include "shm/mailbox.h"
+#include "shm/ring.h"
+
+namespace py = pybind11;
+
 namespace clover {
-void bind_shm(pybind11::module_&) {}
+namespace {
+
+using shm::Status;
+using Offsets = py::array_t<int64_t, py::array::c_style>;
+using Index = py::array_t<int32_t, py::array::c_style>;
+
+[[noreturn]] void raise(const char* error, const char* message) {
+  const py::object type = error == std::string("ValueError")
+                              ? py::module_::import("builtins").attr(error)
+                              : py::module_::import("cloverinfer.core.errors").attr(error);
+  PyErr_SetString(type.ptr(), message);
+  throw py::error_already_set();
+}
+
+void check(Status status) {
+  switch (status) {
+    case Status::kOk:
+      return;
+    case Status::kTimeout:
+      raise("DeadlineError", "the peer's mailbox stayed full");
+    case Status::kClosed:
+      raise("TransportError", "the peer has closed its endpoint");
+    case Status::kTooLong:
+      raise("ValueError", "a record is longer than its ring, or a name than its field");
+    case Status::kOutOfRange:
+      raise("ValueError", "an index row names no slice, or a slice reaches outside its region");
+    case Status::kMalformed:
+      raise("TransportError", "shared memory does not hold what it should");
+  }
+}
+
+// A contiguous buffer, held for the life of this object.
+class Pinned {
+ public:
+  Pinned(const py::object& object, bool writable) {
+    const int flags = writable ? PyBUF_WRITABLE : PyBUF_SIMPLE;
+    if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw py::error_already_set();
+  }
+  ~Pinned() { PyBuffer_Release(&view_); }
+  Pinned(const Pinned&) = delete;
+  Pinned& operator=(const Pinned&) = delete;
+
+  std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
+  size_t size() const { return static_cast<size_t>(view_.len); }
+
+ private:
+  Py_buffer view_;
+};
+
+int64_t to_ns(double seconds) {
+  constexpr double kLongest = 1e9;  // seconds; keeps infinity and the like in range
+  return static_cast<int64_t>(std::clamp(seconds, 0.0, kLongest) * 1e9);
+}
+
+template <typename Header>
+Header* checked(Header* header) {
+  if (header == nullptr) check(Status::kMalformed);
+  return header;
+}
+
+shm::MailboxHeader* mailbox_of(const Pinned& memory) {
+  return checked(shm::mailbox_in(memory.data(), memory.size()));
+}
+
+shm::RingHeader* ring_of(const Pinned& memory) {
+  return checked(shm::ring_in(memory.data(), memory.size()));
+}
+
+void copy_ranges(const py::object& dst, const Offsets& dst_offsets, const py::object& src,
+                 const Offsets& src_offsets, int64_t length, const Index& index) {
+  if (index.ndim() != 2 || index.shape(1) != 2) raise("ValueError", "index must be [n, 2]");
+  const Pinned to(dst, true);
+  const Pinned from(src, false);
+  const shm::Pieces<std::byte> dst_pieces{to.data(), to.size(), dst_offsets.data(),
+                                          dst_offsets.size()};
+  const shm::Pieces<const std::byte> src_pieces{from.data(), from.size(), src_offsets.data(),
+                                                src_offsets.size()};
+  Status status;
+  {
+    const py::gil_scoped_release unlocked;
+    status = shm::copy_ranges(dst_pieces, src_pieces, length, index.data(), index.shape(0));
+  }
+  check(status);
+}
+
+// The sending end of one ring into one peer's mailbox.
+class MailboxWriter {
+ public:
+  MailboxWriter(const py::object& mailbox, const py::object& ring)
+      : mailbox_(mailbox, true),
+        ring_(ring, true),
+        header_(mailbox_of(mailbox_)),
+        writer_(ring_of(ring_)) {}
+
+  bool push(uint32_t kind, uint64_t value, const py::bytes& payload, double timeout) {
+    char* data = nullptr;
+    Py_ssize_t nbytes = 0;
+    if (PyBytes_AsStringAndSize(payload.ptr(), &data, &nbytes) != 0) throw py::error_already_set();
+    const shm::Outgoing record{kind, value, data, static_cast<size_t>(nbytes)};
+    Status status;
+    {
+      const py::gil_scoped_release unlocked;
+      status = shm::push(header_, &writer_, record, to_ns(timeout));
+    }
+    return pushed(status);
+  }
+
+  bool wait_consumed(uint64_t position, double timeout) {
+    Status status;
+    {
+      const py::gil_scoped_release unlocked;
+      status = shm::wait_consumed(header_, &writer_, position, to_ns(timeout));
+    }
+    return pushed(status);
+  }
+
+  uint64_t position() const { return writer_.position(); }
+  bool peer_closed() const { return header_->closed.load(std::memory_order_acquire) != 0; }
+  void announce() { shm::announce_ring(header_); }
+  void close() { writer_.close(); }
+
+ private:
+  static bool pushed(Status status) {
+    if (status == Status::kTimeout) return false;
+    check(status);
+    return true;
+  }
+
+  Pinned mailbox_;
+  Pinned ring_;
+  shm::MailboxHeader* header_;
+  shm::RingWriter writer_;
+};
+
+// The owner's end of a mailbox, with the rings that lead into it.
+class MailboxReader {
+ public:
+  explicit MailboxReader(const py::object& mailbox)
+      : memory_(mailbox, true), mailbox_(mailbox_of(memory_)) {}
+
+  int add_ring(const py::object& ring) {
+    auto memory = std::make_unique<Pinned>(ring, true);
+    const int id = mailbox_.add_ring(ring_of(*memory));
+    rings_.emplace(id, std::move(memory));
+    return id;
+  }
+
+  void remove_ring(int ring) {
+    if (rings_.count(ring) == 0) raise("ValueError", "no such ring");
+    mailbox_.remove_ring(ring);
+    rings_.erase(ring);
+  }
+
+  bool finished(int ring, bool sender_died) const {
+    if (rings_.count(ring) == 0) raise("ValueError", "no such ring");
+    return mailbox_.finished(ring, sender_died);
+  }
+
+  py::list poll(double timeout) {
+    std::vector<shm::Record> records;
+    {
+      const py::gil_scoped_release unlocked;
+      records = mailbox_.poll(to_ns(timeout));
+    }
+    py::list result;
+    for (const shm::Record& record : records) {
+      result.append(
+          py::make_tuple(record.ring, record.kind, record.value, py::bytes(record.payload)));
+    }
+    return result;
+  }
+
+  bool take_announcement() { return mailbox_.take_announcement(); }
+  uint64_t malformed() const { return mailbox_.malformed(); }
+  void close() { mailbox_.close(); }
+
+ private:
+  Pinned memory_;
+  std::map<int, std::unique_ptr<Pinned>> rings_;
+  shm::Mailbox mailbox_;  // last: it points into what stands above
+};
+
+void format_mailbox(const py::object& memory, int64_t pid, uint64_t start_time) {
+  const Pinned pinned(memory, true);
+  check(shm::format_mailbox(pinned.data(), pinned.size(), pid, start_time));
+}
+
+py::tuple mailbox_owner(const py::object& memory) {
+  const Pinned pinned(memory, true);
+  const shm::MailboxHeader* header = mailbox_of(pinned);
+  return py::make_tuple(header->pid, header->start_time);
+}
+
+void format_ring(const py::object& memory, const std::string& sender) {
+  const Pinned pinned(memory, true);
+  check(shm::format_ring(pinned.data(), pinned.size(), sender));
+}
+
+py::str ring_sender(const py::object& memory) {
+  const Pinned pinned(memory, true);
+  const std::string name = ring_of(pinned)->sender;
+  return py::reinterpret_steal<py::str>(
+      PyUnicode_DecodeUTF8(name.data(), static_cast<Py_ssize_t>(name.size()), "replace"));
+}
+
+}  // namespace
+
+void bind_shm(py::module_& m) {
+  m.def("copy_ranges", &copy_ranges, py::arg("dst"), py::arg("dst_offsets").noconvert(),
+        py::arg("src"), py::arg("src_offsets").noconvert(), py::arg("length"),
+        py::arg("index").noconvert());
+  m.def("format_mailbox", &format_mailbox, py::arg("memory"), py::arg("pid"),
+        py::arg("start_time"));
+  m.def("mailbox_owner", &mailbox_owner, py::arg("memory"));
+  m.def("format_ring", &format_ring, py::arg("memory"), py::arg("sender"));
+  m.def("ring_sender", &ring_sender, py::arg("memory"));
+  py::class_<MailboxWriter>(m, "MailboxWriter")
+      .def(py::init<const py::object&, const py::object&>(), py::arg("mailbox"), py::arg("ring"))
+      .def("push", &MailboxWriter::push, py::arg("kind"), py::arg("value"), py::arg("payload"),
+           py::arg("timeout"))
+      .def("wait_consumed", &MailboxWriter::wait_consumed, py::arg("position"), py::arg("timeout"))
+      .def("announce", &MailboxWriter::announce)
+      .def("close", &MailboxWriter::close)
+      .def_property_readonly("position", &MailboxWriter::position)
+      .def_property_readonly("peer_closed", &MailboxWriter::peer_closed);
+  py::class_<MailboxReader>(m, "MailboxReader")
+      .def(py::init<const py::object&>(), py::arg("mailbox"))
+      .def("add_ring", &MailboxReader::add_ring, py::arg("ring"))
+      .def("remove_ring", &MailboxReader::remove_ring, py::arg("ring"))
+      .def("finished", &MailboxReader::finished, py::arg("ring"), py::arg("sender_died"))
+      .def("poll", &MailboxReader::poll, py::arg("timeout"))
+      .def("take_announcement", &MailboxReader::take_announcement)
+      .def("close", &MailboxReader::close)
+      .def_property_readonly("malformed", &MailboxReader::malformed);
+}
+
 }  // namespace clover

@@ -1,5 +1,9 @@
 """The native module. Addresses are of tensors whose shape and type the caller has checked."""
 
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Buffer
+
 # --- attention on the CPU (csrc/bindings/attention_cpu.cpp) ---
 
 ATTENTION_MAX_QUERIES: int
@@ -71,3 +75,74 @@ class CpuAttentionPool:
         lse: int,
         /,
     ) -> None: ...
+
+# --- copies and mailboxes in shared memory (csrc/bindings/shm.cpp) ---
+# Memory is any writable contiguous buffer (``src`` and payloads may be read-only). It stays pinned
+# as long as an object made from it lives. Nothing here holds the GIL while it copies or waits.
+
+Memory = Buffer | npt.NDArray[np.uint8]
+
+def copy_ranges(
+    dst: Memory,
+    dst_offsets: npt.NDArray[np.int64],
+    src: Memory,
+    src_offsets: npt.NDArray[np.int64],
+    length: int,
+    index: npt.NDArray[np.int32],
+) -> None:
+    """For each row (s, d) of ``index`` [n, 2]: ``length`` bytes from ``src_offsets[s]`` to
+    ``dst_offsets[d]``; adjoining rows become one copy. ``ValueError``, before anything has moved,
+    if a row names no offset or reaches outside the memory.
+    """
+
+def format_mailbox(memory: Memory, pid: int, start_time: int) -> None:
+    """Makes fresh memory a mailbox; its owner is named by pid and start time."""
+
+def mailbox_owner(memory: Memory) -> tuple[int, int]:
+    """(pid, start time); ``TransportError`` if this is no mailbox."""
+
+def format_ring(memory: Memory, sender: str) -> None:
+    """Makes fresh memory an empty ring; ``sender`` is an address."""
+
+def ring_sender(memory: Memory) -> str:
+    """``TransportError`` if this is no ring."""
+
+class MailboxWriter:
+    """The sending end of one ring into one mailbox. Not thread-safe."""
+
+    def __init__(self, mailbox: Memory, ring: Memory) -> None: ...
+    @property
+    def position(self) -> int:
+        """Bytes pushed so far."""
+    @property
+    def peer_closed(self) -> bool: ...
+    def push(self, kind: int, value: int, payload: bytes, timeout: float) -> bool:
+        """False if there was no room within ``timeout`` seconds; ``TransportError`` if the peer
+        has closed; ``ValueError`` if it can never fit.
+        """
+    def wait_consumed(self, position: int, timeout: float) -> bool:
+        """Whether the reader has come to ``position`` within ``timeout`` seconds."""
+    def announce(self) -> None:
+        """Tells the mailbox's owner that a ring can be found."""
+    def close(self) -> None:
+        """Says that nothing more will be pushed."""
+
+class MailboxReader:
+    """The owner's end of a mailbox, with the rings that lead into it. One thread."""
+
+    def __init__(self, mailbox: Memory) -> None: ...
+    @property
+    def malformed(self) -> int:
+        """Times that a ring held what cannot be a record."""
+    def add_ring(self, ring: Memory) -> int: ...
+    def remove_ring(self, ring: int) -> None: ...
+    def finished(self, ring: int, sender_died: bool) -> bool:
+        """Whether all is read and nothing more will come."""
+    def take_announcement(self) -> bool:
+        """Whether rings were announced since the last call."""
+    def poll(self, timeout: float) -> list[tuple[int, int, int, bytes]]:
+        """(ring, kind, value, payload) of what has arrived. Waits, asleep, up to ``timeout``
+        seconds for the first; returns early with nothing at an announcement or a signal.
+        """
+    def close(self) -> None:
+        """From now on pushes fail; senders that wait are woken."""

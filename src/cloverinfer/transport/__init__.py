@@ -4,6 +4,15 @@ from .base import Capabilities, Endpoint, Events, Peer, Ranges, Region, RegionRe
 from .registry import create_endpoint, transport_names
 
 __all__ = [
-    "Capabilities", "Endpoint", "Events", "Peer", "Ranges", "Region", "RegionRef", "Slices",
-    "Ticket", "create_endpoint", "transport_names",
+    "Capabilities",
+    "Endpoint",
+    "Events",
+    "Peer",
+    "Ranges",
+    "Region",
+    "RegionRef",
+    "Slices",
+    "Ticket",
+    "create_endpoint",
+    "transport_names",
 ]

@@ -73,8 +73,12 @@ class Slices:
 
     def __post_init__(self) -> None:
         size = self.region.nbytes if isinstance(self.region, RegionRef) else self.region.ref.nbytes
-        if len(self.offsets) and (self.offsets.min() < 0 or self.offsets.max() + self.length > size):
-            raise ValueError(f"slices of {self.length} bytes reach outside a region of {size} bytes")
+        if len(self.offsets) and (
+            self.offsets.min() < 0 or self.offsets.max() + self.length > size
+        ):
+            raise ValueError(
+                f"slices of {self.length} bytes reach outside a region of {size} bytes"
+            )
 
 
 class Peer:
@@ -145,7 +149,11 @@ class Endpoint(ABC):
 
     @abstractmethod
     def put(
-        self, ranges: Ranges, index: npt.NDArray[np.int32], notice: int, timeout: float = DEFAULT_TIMEOUT
+        self,
+        ranges: Ranges,
+        index: npt.NDArray[np.int32],
+        notice: int,
+        timeout: float = DEFAULT_TIMEOUT,
     ) -> Ticket:
         """Copies ``local[index[i, 0]]`` to ``remote[index[i, 1]]`` for each row of ``index``
         (int32 ``[n, 2]``, n may be 0), then gives the peer ``notice`` (0 to 2^32 - 1).

@@ -1,0 +1,137 @@
+"""What every transport checks and keeps in the same way; knows no wire."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from ..core.errors import TransportError
+from .base import Peer, Ranges, Region, RegionRef, Slices
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Far more than any plan; a longer message is a mistake of ours."""
+LONGEST_WAIT = 1e6
+"""Seconds; what "for ever" is cut down to, so that every primitive can take it."""
+
+
+class OwnRegion(Region):
+    """A region of this process's memory. Closing lets go of it; the memory itself is given back
+    when the last array, and the last ``Ranges``, made from it is gone.
+    """
+
+    def __init__(
+        self, ref: RegionRef, buffer: memoryview, on_close: Callable[[OwnRegion], None]
+    ) -> None:
+        super().__init__(ref, buffer)
+        self._on_close: Callable[[OwnRegion], None] | None = on_close
+
+    @property
+    def closed(self) -> bool:
+        return self._on_close is None
+
+    def close(self) -> None:
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            self.buffer = memoryview(b"")
+            on_close(self)
+
+
+class OffsetRanges(Ranges):
+    """Ranges whose offsets are arrays that native code takes as they are."""
+
+    def __init__(self, peer: Peer, local: Slices, remote: Slices) -> None:
+        super().__init__(peer, local, remote)
+        assert isinstance(local.region, OwnRegion)
+        assert isinstance(remote.region, RegionRef)
+        self.region = local.region
+        self.source = local.region.buffer
+        self.source_offsets = offset_array(local.offsets)
+        self.target_offsets = offset_array(remote.offsets)
+
+    @property
+    def length(self) -> int:
+        return self.local.length
+
+
+def offset_array(offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """A private copy, int64 and contiguous; ``ValueError`` for anything but integers."""
+    array = np.asarray(offsets)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError("offsets must be a one-dimensional array of integers")
+    return np.array(array, dtype=np.int64)
+
+
+def index_array(index: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """``index`` as native code takes it; ``ValueError`` unless int32 ``[n, 2]``."""
+    if not isinstance(index, np.ndarray) or index.dtype != np.int32:
+        raise ValueError("index must be an int32 array")
+    if index.ndim != 2 or index.shape[1] != 2:
+        raise ValueError(f"index must have the shape [n, 2], not {list(index.shape)}")
+    return np.ascontiguousarray(index)
+
+
+def check_index(ranges: OffsetRanges, index: npt.NDArray[np.int32]) -> None:
+    """``ValueError`` for a row that names no slice (native copies check it themselves)."""
+    counts = (len(ranges.source_offsets), len(ranges.target_offsets))
+    if len(index) and (index.min() < 0 or (index.max(axis=0) >= counts).any()):
+        raise ValueError(f"an index row names no slice; there are {counts[0]} and {counts[1]}")
+
+
+def check_notice(notice: int) -> None:
+    if not 0 <= notice < 1 << 32:
+        raise ValueError(f"a notice is 32 bits, from 0 to 2^32 - 1, not {notice}")
+
+
+def check_message(message: bytes, limit: int) -> None:
+    if not isinstance(message, bytes):
+        raise ValueError(f"a message is bytes, not {type(message).__name__}")
+    if len(message) > limit:
+        raise TransportError(f"a message of {len(message)} bytes; at most {limit} can be sent")
+
+
+def check_prepare(address: str, peer: Peer, local: Slices, remote: Slices) -> None:
+    """``ValueError`` unless ``local`` is a region of the endpoint at ``address`` and ``remote`` a
+    reference to one of the peer's; ``TransportError`` for a closed local region.
+    """
+    if not isinstance(local.region, OwnRegion) or local.region.ref.address != address:
+        raise ValueError("local slices must be of a Region that this endpoint registered")
+    if not isinstance(remote.region, RegionRef) or remote.region.address != peer.address:
+        raise ValueError(f"remote slices must be of a RegionRef of the peer {peer.address}")
+    check_region_open(local.region)
+
+
+def check_region_open(region: OwnRegion) -> None:
+    if region.closed:
+        raise TransportError(f"the local region {region.ref.name} is closed")
+
+
+def allocate(nbytes: int) -> memoryview:
+    """Zeroed, page-aligned memory of this process."""
+    check_size(nbytes)
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def check_size(nbytes: int) -> None:
+    if nbytes <= 0:
+        raise ValueError(f"a region has at least one byte, not {nbytes}")
+
+
+def callers_memory(memory: memoryview) -> memoryview:
+    """The caller's memory as writable bytes; ``ValueError`` where it is not."""
+    view = memoryview(memory)
+    if view.readonly or not view.c_contiguous or view.nbytes == 0:
+        raise ValueError("memory to register must be writable, contiguous and not empty")
+    return view.cast("B")
+
+
+def deadline_after(timeout: float) -> float:
+    """On ``time.monotonic``."""
+    return time.monotonic() + min(max(timeout, 0.0), LONGEST_WAIT)
+
+
+def seconds_left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.0)

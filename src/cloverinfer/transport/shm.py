@@ -1,0 +1,348 @@
+"""Endpoints in processes of one host: regions and mailboxes in POSIX shared memory.
+
+A region is a segment that peers map once and copy into. A mailbox is a small segment on which its
+owner sleeps (a futex), and one ring per sender. Liveness of peers is seen by pid and start time.
+What notices and messages mean is not known here.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _native
+from ..core.errors import DeadlineError, TransportError
+from ._shared import (
+    MAX_MESSAGE_BYTES,
+    OffsetRanges,
+    OwnRegion,
+    callers_memory,
+    check_message,
+    check_notice,
+    check_prepare,
+    check_region_open,
+    check_size,
+    deadline_after,
+    index_array,
+    seconds_left,
+)
+from ._shm_files import (
+    create_segment,
+    names,
+    new_prefix,
+    open_segment,
+    publish,
+    remove_leftovers,
+    start_time,
+    unlink,
+)
+from ._shm_link import MESSAGE, NOTICE, SPILLED, Link
+from .base import (
+    DEFAULT_TIMEOUT,
+    Capabilities,
+    Endpoint,
+    Events,
+    Peer,
+    Ranges,
+    Region,
+    RegionRef,
+    Slices,
+    Ticket,
+)
+
+__all__ = ["ShmEndpoint", "remove_leftovers"]
+
+_ADDRESS = re.compile(r"shm://(cloverinfer-(\d+)-[0-9a-f]+)")
+_REGION = re.compile(r"g\d+")
+_SPILLED_NAME = re.compile(r"m[0-9a-f]+")
+_STATE = struct.Struct("=I")
+_OPEN, _TAKEN_BACK = 0x4E45504F, 0x45534C43
+"""First word of a region's segment, stored by its owner. A put that races with the change may go
+either way; the memory stays mapped on both sides, so nothing worse can happen."""
+
+
+class ShmPeer(Peer):
+    """``link`` is the way there; made by ``connect``, or by the first answer to what came."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        match = _ADDRESS.fullmatch(address)
+        if match is None:
+            raise TransportError(f"{address!r} is not the address of a shm endpoint")
+        self.prefix = match[1]
+        self.pid = int(match[2])
+        self.lock = Lock()
+        self.link: Link | None = None
+
+    def drop_link(self, only_if_gone: bool = False) -> None:
+        """A later put makes a new link, and fails if there is nobody any more."""
+        link = self.link
+        if link is not None and not (only_if_gone and link.peer_lives):
+            self.link = None
+            link.close()
+
+
+class _Mapped:
+    """A peer's region in this process."""
+
+    def __init__(self, peer: ShmPeer, ref: RegionRef) -> None:
+        if not _REGION.fullmatch(ref.name):
+            raise TransportError(f"region {ref.name} of {ref.address} is not shared memory")
+        self._map = open_segment(f"{peer.prefix}-{ref.name}")
+        self._pid = peer.pid
+        if len(self._map) < mmap.PAGESIZE + ref.nbytes:
+            raise TransportError(f"region {ref.name} of {ref.address} is smaller than promised")
+        self.buffer = memoryview(self._map)[mmap.PAGESIZE : mmap.PAGESIZE + ref.nbytes]
+
+    @property
+    def open(self) -> bool:
+        return bool(_STATE.unpack_from(self._map)[0] == _OPEN)
+
+    @property
+    def of_use(self) -> bool:
+        return self.open and start_time(self._pid) is not None
+
+
+class ShmRanges(OffsetRanges):
+    def __init__(self, peer: Peer, local: Slices, remote: Slices, target: _Mapped) -> None:
+        super().__init__(peer, local, remote)
+        self.target = target
+
+
+class ShmEndpoint(Endpoint):
+    """See ``Endpoint``. A sender waits while a receiver's ring is full; a receiver that has died
+    is noticed within a tenth of a second. What was sent before ``close`` can still be read.
+    """
+
+    capabilities = Capabilities(
+        name="shm",
+        cross_process=True,
+        cross_host=False,
+        puts_into_any_memory=False,
+        max_message_bytes=MAX_MESSAGE_BYTES,
+    )
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._prefix = new_prefix()
+        self._address = f"shm://{self._prefix}"
+        self._closed = False
+        self._registered = 0
+        self._dropped = 0
+        self._regions: dict[str, OwnRegion] = {}
+        self._peers: dict[str, ShmPeer] = {}
+        self._rings: dict[int, ShmPeer] = {}
+        self._mapped: dict[RegionRef, _Mapped] = {}
+        mailbox = create_segment(f"{self._prefix}-new", mmap.PAGESIZE)
+        started = start_time(os.getpid())
+        assert started is not None
+        _native.format_mailbox(mailbox, os.getpid(), started)
+        self._reader = _native.MailboxReader(mailbox)
+        publish(f"{self._prefix}-new", f"{self._prefix}-mailbox")
+
+    @property
+    def dropped(self) -> int:
+        """Records, rings and spilled messages that made no sense."""
+        return self._dropped + self._reader.malformed
+
+    def address(self) -> str:
+        return self._address
+
+    def register(self, memory: int | memoryview) -> Region:
+        self._check_open()
+        self._registered += 1
+        if isinstance(memory, int):
+            return self._register_shared(memory)
+        buffer = callers_memory(memory)
+        ref = RegionRef(self._address, f"local{self._registered}", buffer.nbytes)
+        return self._keep(OwnRegion(ref, buffer, lambda region: self._forget(region)))
+
+    def _register_shared(self, nbytes: int) -> Region:
+        check_size(nbytes)
+        ref = RegionRef(self._address, f"g{self._registered}", nbytes)
+        name = f"{self._prefix}-{ref.name}"
+        segment = create_segment(name, mmap.PAGESIZE + nbytes)
+        _STATE.pack_into(segment, 0, _OPEN)
+
+        def take_back(region: OwnRegion) -> None:
+            _STATE.pack_into(segment, 0, _TAKEN_BACK)
+            unlink(name)
+            self._forget(region)
+
+        buffer = memoryview(segment)[mmap.PAGESIZE : mmap.PAGESIZE + nbytes]
+        return self._keep(OwnRegion(ref, buffer, take_back))
+
+    def _keep(self, region: OwnRegion) -> Region:
+        self._regions[region.ref.name] = region
+        return region
+
+    def _forget(self, region: OwnRegion) -> None:
+        self._regions.pop(region.ref.name, None)
+
+    def connect(self, address: str, timeout: float = DEFAULT_TIMEOUT) -> Peer:
+        self._check_open()
+        self._drop_dead()
+        peer = self._peers.get(address) or ShmPeer(address)
+        with self._link(peer, deadline_after(timeout)) as link:
+            link.check_alive()
+        return self._peers.setdefault(address, peer)
+
+    @contextmanager
+    def _link(self, peer: Peer, deadline: float) -> Iterator[Link]:
+        assert isinstance(peer, ShmPeer)
+        if not peer.lock.acquire(timeout=seconds_left(deadline)):
+            raise DeadlineError(f"other threads keep the way to {peer.address} busy")
+        try:
+            if peer.link is None:
+                peer.link = Link(self._address, peer.prefix)
+            yield peer.link
+        except TransportError as error:
+            raise type(error)(f"{self.name} to {peer.address}: {error}") from error
+        finally:
+            peer.lock.release()
+
+    def prepare(self, peer: Peer, local: Slices, remote: Slices) -> Ranges:
+        self._check_open()
+        check_prepare(self._address, peer, local, remote)
+        assert isinstance(peer, ShmPeer)
+        assert isinstance(remote.region, RegionRef)
+        target = self._mapped.get(remote.region)
+        if target is None or not target.open:
+            self._drop_dead()
+            target = self._mapped[remote.region] = _Mapped(peer, remote.region)
+        return ShmRanges(peer, local, remote, target)
+
+    def put(
+        self,
+        ranges: Ranges,
+        index: npt.NDArray[np.int32],
+        notice: int,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> Ticket:
+        self._check_open()
+        assert isinstance(ranges, ShmRanges)
+        check_notice(notice)
+        index = index_array(index)
+        deadline = deadline_after(timeout)
+        check_region_open(ranges.region)
+        if not ranges.target.open:
+            raise TransportError(f"a region of {ranges.peer.address} is closed")
+        _native.copy_ranges(
+            ranges.target.buffer,
+            ranges.target_offsets,
+            ranges.source,
+            ranges.source_offsets,
+            ranges.length,
+            index,
+        )
+        with self._link(ranges.peer, deadline) as link:
+            link.push(NOTICE, notice, b"", deadline)
+        return Ticket(done=True)
+
+    def send(self, peer: Peer, message: bytes, timeout: float = DEFAULT_TIMEOUT) -> None:
+        self._check_open()
+        check_message(message, self.capabilities.max_message_bytes)
+        deadline = deadline_after(timeout)
+        with self._link(peer, deadline) as link:
+            link.send(message, deadline)
+
+    def poll(self, timeout: float) -> Events:
+        self._check_open()
+        deadline = deadline_after(timeout)
+        events = Events()
+        while not events:
+            if self._reader.take_announcement():
+                self._adopt_rings()
+            left = seconds_left(deadline)
+            for ring, kind, value, payload in self._reader.poll(left):
+                self._sort(self._rings[ring], kind, value, payload, events)
+            if left <= 0:
+                break
+        return events
+
+    def _sort(self, peer: ShmPeer, kind: int, value: int, payload: bytes, events: Events) -> None:
+        if kind == NOTICE and value < 1 << 32:
+            events.notices.append((peer, value))
+        elif kind == MESSAGE:
+            events.messages.append((peer, payload))
+        elif kind == SPILLED:
+            self._read_spilled(peer, value, payload, events)
+        else:
+            self._dropped += 1
+
+    def _read_spilled(self, peer: ShmPeer, size: int, payload: bytes, events: Events) -> None:
+        what = payload.decode("ascii", "replace")
+        if not _SPILLED_NAME.fullmatch(what):
+            self._dropped += 1
+            return
+        name = f"{self._prefix}-{what}"
+        try:
+            segment = open_segment(name)
+        except TransportError:
+            self._dropped += 1
+            return
+        unlink(name)
+        if len(segment) == size:
+            events.messages.append((peer, segment[:]))
+        else:
+            self._dropped += 1
+
+    def _adopt_rings(self) -> None:
+        """Maps what senders have made since; the names are not needed any more."""
+        for name in names(f"{self._prefix}-r"):
+            try:
+                memory = open_segment(name)
+                address = _native.ring_sender(memory)
+                peer = self._peers.get(address) or ShmPeer(address)
+                self._rings[self._reader.add_ring(memory)] = self._peers.setdefault(address, peer)
+            except TransportError:
+                self._dropped += 1
+            unlink(name)
+        self._drop_dead()
+
+    def _drop_dead(self) -> None:
+        """Unmaps what nobody can use any more: rings of senders that have gone, once they are
+        read, and regions that were taken back. ``Peer`` objects stay as they are.
+        """
+        for ring, peer in list(self._rings.items()):
+            # First whether it lives, then whether all is read: the dead write no more.
+            if self._reader.finished(ring, start_time(peer.pid) is None):
+                self._reader.remove_ring(ring)
+                del self._rings[ring]
+        for ref, mapped in list(self._mapped.items()):
+            if not mapped.of_use:
+                del self._mapped[ref]
+        for peer in self._peers.values():
+            # A thread that holds the lock finds out by itself; the next time will do.
+            if peer.lock.acquire(blocking=False):
+                peer.drop_link(only_if_gone=True)
+                peer.lock.release()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._reader.close()
+        for region in list(self._regions.values()):
+            region.close()
+        for peer in self._peers.values():
+            peer.drop_link()
+        for ring in self._rings:
+            self._reader.remove_ring(ring)
+        self._rings.clear()
+        # After reader.close(): a sender that makes a ring from now on removes it itself.
+        for name in names(f"{self._prefix}-"):
+            unlink(name)
+        self._mapped.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"the endpoint {self.name} is closed")
