@@ -17,12 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cloverinfer.config.load import SECTIONS
 from cloverinfer.core.errors import EngineClosedError, RequestError
+
+SETTINGS = tuple(f"CLOVER_{section.upper()}_" for section in SECTIONS)
 
 
 @pytest.fixture(autouse=True)
 def _repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in [name for name in os.environ if name.startswith("CLOVER_")]:
+    for variable in [name for name in os.environ if name.startswith(SETTINGS)]:
         monkeypatch.delenv(variable)
     random.seed(0)
     np.random.seed(0)

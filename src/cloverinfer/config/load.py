@@ -160,10 +160,12 @@ def _merge_environment(into: _Sourced, environ: Mapping[str, str]) -> None:
         if not variable.startswith(PREFIX):
             continue
         section, _, name = variable[len(PREFIX) :].lower().partition("_")
+        if not name:
+            continue  # CLOVER_CACHE, say, which is a folder and no setting
         if section not in SECTIONS:
             # Other programs may have variables of this prefix; only a slip of the pen is ours.
             close = difflib.get_close_matches(section, SECTIONS, 1, 0.75)
-            if name and close:
+            if close:
                 raise ConfigError(f"{variable}: unknown section {section!r}{_hint(section, close)}")
             continue
         types = _field_types(section)
