@@ -20,8 +20,8 @@ from ..core.clock import Clock, monotonic
 from ..core.errors import CloverError, EngineClosedError, RequestError, TransportError
 from ..core.request import Request
 from ..core.sampling import SamplingParams
-from ..models import Tokenizer
-from ..scheduler import Scheduler, TokenEvent
+from ..models import IncrementalDetokenizer, Tokenizer
+from ..scheduler import Scheduler, StepRecord, TokenEvent
 from ..wire.messages import (
     AttentionDone,
     Message,
@@ -91,6 +91,7 @@ class Engine:
         )
         self._stats = StatsLog()
         self._reports = NodeReports(self.cluster.infos)
+        self._planned: dict[tuple[str, int, int], StepRecord] = {}
         self._live: dict[int, _Live] = {}
         self._touched: dict[int, _Live] = {}
         self._commands: deque[Callable[[float], None]] = deque()
@@ -124,7 +125,7 @@ class Engine:
         self._check_open()
         number = next(self._numbers)
         name = request_id or f"request-{number}"
-        detokenizer = self.tokenizer.detokenizer() if self.tokenizer else None
+        detokenizer = IncrementalDetokenizer(self.tokenizer) if self.tokenizer else None
         request = Request(
             number,
             name,
@@ -213,6 +214,7 @@ class Engine:
         self._scheduler.expire(now)
         for name, message in self._scheduler.schedule(now):
             self._send(name, message, now)
+        self._note_plans()
         self._deliver(now)
         deadline = self._scheduler.next_deadline()
         timeout = IDLE_SECONDS if deadline is None else min(IDLE_SECONDS, deadline - now)
@@ -221,6 +223,13 @@ class Engine:
         for _, data in self.cluster.poll(max(0.0, timeout)):
             if data:
                 self._on_message(decode(data), self.clock())
+
+    def _note_plans(self) -> None:
+        """Keeps what each step was like until its result comes."""
+        log = self._scheduler.step_log
+        while log:
+            record = log.popleft()
+            self._planned[record.node, record.lane, record.step] = record
 
     def _drain_commands(self, now: float) -> None:
         while self._commands:
@@ -236,7 +245,7 @@ class Engine:
         log.error("node %s is gone: %s", name, reason)
         self._reports.dead(name, reason)
         self._scheduler.on_node_died(name, reason, now)
-        if not self._scheduler.alive:
+        if self._scheduler.missing_roles:
             self.failure = f"{name}: {reason}"
 
     def _admit(self, live: _Live, now: float) -> None:
@@ -270,6 +279,7 @@ class Engine:
         elif isinstance(message, AttentionDone):
             self._on_attention(message, now)
         elif isinstance(message, StepFailed):
+            self._planned.pop((message.node, message.lane, message.step), None)
             scheduler.on_step_failed(message, now)
         else:
             log.warning("dropped a %s", type(message).__name__)
@@ -285,24 +295,26 @@ class Engine:
         self._stats.add_attention(now, done)
 
     def _record_step(self, done: StepDone, now: float) -> None:
+        record = self._planned.pop((done.node, done.lane, done.step), None)
+        if record is None:
+            return
         stats = done.stats
-        for record in self._scheduler.take_step_records():
-            self._reports.step(record, done)
-            if record.batch == 0:
-                continue  # a step of prefill chunks alone
-            self._stats.add_dense(
-                DenseStep(
-                    now,
-                    record.batch,
-                    record.joins,
-                    record.leaves,
-                    record.wait_seconds,
-                    stats.barriers,
-                    stats.barrier,
-                )
+        self._reports.step(record, done)
+        if record.decode_rows == 0:
+            return  # a step of prefill chunks alone
+        self._stats.add_dense(
+            DenseStep(
+                now,
+                record.decode_rows,
+                record.joins,
+                record.leaves,
+                record.wait_seconds,
+                stats.barriers,
+                stats.barrier,
             )
-            if not stats.barriers:
-                self._stats.add_local_attention(now, record.batch, stats)
+        )
+        if not stats.barriers:
+            self._stats.add_local_attention(now, record.batch, stats)
 
     def _on_token(self, event: TokenEvent, now: float) -> None:
         live = self._live[event.request.number]

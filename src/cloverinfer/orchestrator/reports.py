@@ -32,6 +32,11 @@ class NodeReports:
                 "bytes_in": 0,
                 "bytes_out": 0,
                 "seconds": 0.0,
+                "dense_seconds": 0.0,
+                "attention_seconds": 0.0,
+                "sample_seconds": 0.0,
+                "barrier_seconds": 0.0,
+                "push_seconds": 0.0,
             }
 
     def rows(self) -> list[dict[str, Any]]:
@@ -42,18 +47,35 @@ class NodeReports:
 
     def step(self, record: StepRecord, done: StepDone) -> None:
         stats = done.stats
-        self._add(done.node, record.tokens, stats.bytes_in, stats.bytes_out, stats.seconds)
+        self._add(
+            done.node,
+            steps=1,
+            tokens=record.tokens,
+            bytes_in=stats.bytes_in,
+            bytes_out=stats.bytes_out,
+            seconds=stats.seconds,
+            dense_seconds=stats.dense,
+            attention_seconds=stats.attention,
+            sample_seconds=stats.sample,
+            barrier_seconds=stats.barrier,
+            push_seconds=stats.push,
+        )
 
     def attention(self, done: AttentionDone) -> None:
-        self._add(done.node, done.rows, done.bytes_in, done.bytes_out, done.seconds)
+        self._add(
+            done.node,
+            steps=1,
+            tokens=done.rows,
+            bytes_in=done.bytes_in,
+            bytes_out=done.bytes_out,
+            seconds=done.seconds,
+            attention_seconds=done.seconds,
+        )
 
     def transfer(self, done: TransferDone) -> None:
-        self._rows[done.node]["bytes_in"] += done.nbytes
+        self._add(done.node, bytes_in=done.nbytes)
 
-    def _add(self, name: str, tokens: int, bytes_in: int, bytes_out: int, seconds: float) -> None:
+    def _add(self, name: str, **amounts: float) -> None:
         row = self._rows[name]
-        row["steps"] += 1
-        row["tokens"] += tokens
-        row["bytes_in"] += bytes_in
-        row["bytes_out"] += bytes_out
-        row["seconds"] += seconds
+        for key, amount in amounts.items():
+            row[key] += amount
