@@ -85,7 +85,7 @@ class FakeEngine:
             progress("nodes are ready")
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"name": "dense-0", "role": "dense", "pid": 1, "tokens": 3, "bytes_in": 1000}]
+        return [{"name": "dense-0", "role": "dense", "pid": 1, "tokens": 3, "bytes_in": 3 * 2**19}]
 
     def close(self) -> None:
         self.closed += 1

@@ -69,7 +69,7 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(engines: list[Any], capsys: 
     assert "nodes are ready" in err
     assert "500.00 ms" in err
     assert "stages.queue" in err
-    assert "1,000" in err
+    assert "1.50 MiB" in err
     assert engines[0].closed == 1
     prompt, sampling = engines[0].asked[0]
     assert (prompt, sampling.temperature, sampling.max_tokens) == ("a b", 0, 3)

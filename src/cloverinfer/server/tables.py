@@ -8,14 +8,26 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-NODE_COLUMNS = ("name", "role", "pid", "device", "transport", "tokens", "steps", "bytes_in",
-                "bytes_out")  # fmt: skip
+NODE_COLUMNS = {
+    "name": "node",
+    "role": "role",
+    "pid": "pid",
+    "device": "device",
+    "transport": "transport",
+    "tokens": "tokens",
+    "steps": "steps",
+    "bytes_in": "in",
+    "bytes_out": "out",
+}
+"""Keys of a node's row, with their headings."""
+PLAIN_WIDTH = 100
+"""Columns where the output is not a terminal."""
 SECONDS = {"ttft", "tpot", "latency", "queue", "prefill", "transfer_exposed", "first_decode"}
 
 
 def show(metrics: dict[str, Any] | None, nodes: list[dict[str, Any]], out: TextIO) -> None:
     """Writes both tables to ``out``; plain text where it is not a terminal."""
-    console = Console(file=out, highlight=False)
+    console = Console(file=out, highlight=False, width=None if out.isatty() else PLAIN_WIDTH)
     if metrics:
         table = Table("metric", "value", title="request", title_justify="left")
         table.columns[1].justify = "right"
@@ -23,7 +35,7 @@ def show(metrics: dict[str, Any] | None, nodes: list[dict[str, Any]], out: TextI
             table.add_row(name, value)
         console.print(table)
     if nodes:
-        table = Table(*NODE_COLUMNS, title="nodes", title_justify="left")
+        table = Table(*NODE_COLUMNS.values(), title="nodes", title_justify="left")
         for node in nodes:
             table.add_row(*(_value(name, node.get(name)) for name in NODE_COLUMNS))
         console.print(table)
@@ -46,5 +58,5 @@ def _value(name: str, value: Any) -> str:
     if name in SECONDS or name.endswith("seconds"):
         return f"{value * 1000:.2f} ms"
     if name.startswith("bytes"):
-        return f"{value:,}"
+        return f"{value / 2**20:.2f} MiB"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
