@@ -19,8 +19,8 @@ namespace {
 
 constexpr float kInfinity = __builtin_inff();
 
-// Where the keys and values of up to kTile positions lie. `keys` is padded to whole vectors of
-// positions with the last one, so that scoring never reads past what the row owns.
+// Where the keys and values of up to kTile positions lie. What is past `count` repeats the last
+// position, so that whole vectors of positions can be scored without reading what is not the row's.
 template <typename T>
 struct Tile {
   int count;
@@ -47,22 +47,32 @@ void locate(const Layer& layer, const Span& span, int64_t at, Tile<T>& tile) {
       value += layer.v_dim;
     }
   }
-  for (int i = count; i % kWidth != 0; ++i) tile.keys[i] = tile.keys[count - 1];
+  for (int i = count; i < kTile; ++i) {
+    tile.keys[i] = tile.keys[count - 1];
+    tile.values[i] = tile.values[count - 1];
+  }
 }
 
+// Into the second-level cache: a whole tile is more than the first level can wait for at a time.
 template <typename T>
 CLOVER_INLINE void prefetch(const T* row, int elements) {
   const char* p = reinterpret_cast<const char*>(row);
   const char* end = reinterpret_cast<const char*>(row + elements);
-  for (; p < end; p += 64) __builtin_prefetch(p);
+  for (; p < end; p += 64) __builtin_prefetch(p, 0, 2);
 }
 
-// Scores of kWidth positions for H query heads: scores[h * kTile + lane].
+// Scores of kWidth positions from `at` for H query heads: scores[h * kTile + lane].
 template <typename T, int H>
-void score(const float* q, int k_dim, const T* const* keys, float* scores) {
+void score(const Layer& layer, const float* q, const Tile<T>& tile, const Tile<T>* next, int at,
+           float* scores) {
+  const int k_dim = layer.k_dim;
   Vec quads[H][kWidth / 4];
   for (int quad = 0; quad < kWidth / 4; ++quad) {
-    const T* const* k = keys + 4 * quad;
+    const T* const* k = tile.keys + at + 4 * quad;
+    for (int i = at + 4 * quad; next && i < at + 4 * quad + 4; ++i) {
+      prefetch(next->keys[i], k_dim);
+      prefetch(next->values[i], layer.v_dim);
+    }
     Vec sums[H][4] = {};
     for (int d = 0; d < k_dim; d += kWidth) {
       const Vec k0 = load(k[0] + d), k1 = load(k[1] + d), k2 = load(k[2] + d), k3 = load(k[3] + d);
@@ -135,12 +145,6 @@ float soften(const Layer& layer, int q_head, int count, float distance, float* s
 }
 
 template <typename T, int H>
-void score_tile(const Layer& layer, const float* q, const Tile<T>& tile, float* scores) {
-  for (int i = 0; i < tile.count; i += kWidth)
-    score<T, H>(q, layer.k_dim, tile.keys + i, scores + i);
-}
-
-template <typename T, int H>
 void add_tile(const Layer& layer, const Tile<T>& tile, const float* weights, const float* decay,
               float* acc) {
   const int v_dim = layer.v_dim;
@@ -167,11 +171,14 @@ template <typename T>
 struct ScoreHeads {
   const Layer& layer;
   const Tile<T>& tile;
+  const Tile<T>& next;  // fetched while the tile is scored
   const float* q;
   float* scores;
   template <int H>
   [[gnu::always_inline]] void run(int h) const {
-    score_tile<T, H>(layer, q + h * layer.k_dim, tile, scores + h * kTile);
+    const Tile<T>* ahead = h == 0 ? &next : nullptr;
+    for (int i = 0; i < tile.count; i += kWidth)
+      score<T, H>(layer, q + h * layer.k_dim, tile, ahead, i, scores + h * kTile + i);
   }
 };
 
@@ -204,10 +211,14 @@ void span_of(const Layer& layer, const Span& span, float* scratch, float* partia
     best[h] = -kInfinity;
     total[h] = 0;
   }
-  Tile<T> tile;
-  for (int64_t at = span.begin; at < span.end; at += kTile) {
-    locate(layer, span, at, tile);
-    over_heads(group, ScoreHeads<T>{layer, tile, q, scores});
+  Tile<T> tiles[2];
+  locate(layer, span, span.begin, tiles[0]);
+  int current = 0;
+  for (int64_t at = span.begin; at < span.end; at += kTile, current ^= 1) {
+    const Tile<T>& tile = tiles[current];
+    const bool last = at + kTile >= span.end;
+    if (!last) locate(layer, span, at + kTile, tiles[current ^ 1]);
+    over_heads(group, ScoreHeads<T>{layer, tile, tiles[last ? current : current ^ 1], q, scores});
     for (int h = 0; h < group; ++h)
       decay[h] =
           soften(layer, span.head * group + h, tile.count, static_cast<float>(at - span.query_at),

@@ -57,10 +57,17 @@ CLOVER_INLINE Vec load(const float* p) {
   return v;
 }
 
+// Zero-extended. Spelled out because GCC 12 widens vectors by halves, in five instructions for one.
 CLOVER_INLINE UInts load_halves(const void* p) {
+#if defined(__AVX512F__)
+  return (UInts)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+  return (UInts)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+#else
   Halves h;
   __builtin_memcpy(&h, p, sizeof h);
   return __builtin_convertvector(h, UInts);
+#endif
 }
 
 CLOVER_INLINE Vec load(const BFloat16* p) { return (Vec)(load_halves(p) << 16); }
