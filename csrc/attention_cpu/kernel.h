@@ -6,11 +6,14 @@
 
 #include <cstdint>
 
+// Always inlined, so that no kernel object brings a copy that only newer processors can run.
+#define CLOVER_HEADER_INLINE [[gnu::always_inline]] inline
+
 namespace clover::attention {
 
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
-inline int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+CLOVER_HEADER_INLINE int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 // One layer of the pool, and how it is attended over. Sizes count elements unless they say bytes.
 struct Layer {
@@ -28,9 +31,13 @@ struct Layer {
   const float* sinks;         // one per query head, or null
   const float* alibi_slopes;  // one per query head, or null
 
-  int64_t block_elements() const { return int64_t{kv_heads} * block_size * (k_dim + v_dim); }
-  int64_t keys_at(int head) const { return int64_t{head} * block_size * k_dim; }
-  int64_t values_at(int head) const {
+  CLOVER_HEADER_INLINE int64_t block_elements() const {
+    return int64_t{kv_heads} * block_size * (k_dim + v_dim);
+  }
+  CLOVER_HEADER_INLINE int64_t keys_at(int head) const {
+    return int64_t{head} * block_size * k_dim;
+  }
+  CLOVER_HEADER_INLINE int64_t values_at(int head) const {
     return int64_t{kv_heads} * block_size * k_dim + int64_t{head} * block_size * v_dim;
   }
 };
@@ -46,7 +53,7 @@ struct Span {
 
 // Floats of a partial result: per query head of the group v_dim unscaled sums, then per query head
 // the largest score, then per query head the sum of exponentials relative to it.
-inline int64_t partial_floats(const Layer& layer) {
+CLOVER_HEADER_INLINE int64_t partial_floats(const Layer& layer) {
   return int64_t{layer.group} * (layer.v_dim + 2);
 }
 
@@ -62,7 +69,7 @@ struct Kernels {
 constexpr int kTile = 64;  // context positions that are scored at a time
 
 // Floats of working memory that a call of `span` needs.
-inline int64_t scratch_floats(const Layer& layer) {
+CLOVER_HEADER_INLINE int64_t scratch_floats(const Layer& layer) {
   return int64_t{layer.group} * (layer.k_dim + kTile + 1);
 }
 
