@@ -73,7 +73,7 @@ def _draw(logits_tc: torch.Tensor, params: list[Sampling], positions: list[int])
     )
     # The first token whose cumulative weight exceeds the target; rounding must not pass the last.
     chosen = torch.searchsorted(cumulative, at[:, None] * total, right=True)
-    last = torch.searchsorted(cumulative, total, right=False)
+    last = torch.searchsorted(cumulative, total.contiguous(), right=False)
     return torch.minimum(chosen, last)[:, 0].tolist()
 
 

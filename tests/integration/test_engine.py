@@ -1,0 +1,240 @@
+"""The engine with real nodes: ends of requests, cancellation, bad input, deaths, and what is left."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from cloverinfer import LLM, AsyncLLM, CacheConfig, ClusterConfig, ModelConfig, SamplingParams
+from cloverinfer.core.errors import (
+    CloverError,
+    ConfigError,
+    EngineClosedError,
+    ModelError,
+    NodeStartError,
+    QueueFullError,
+    RequestError,
+)
+from tests.same_tokens import check_idle
+from tests.tiny_models import make_tiny
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+TOPOLOGIES = ["colocated", "pd", "pda"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return ModelConfig(model_path=str(make_tiny("llama", tmp_path_factory.mktemp("m"))), dtype="float32")
+
+
+@pytest.fixture(params=TOPOLOGIES)
+def llm(request, model):
+    with LLM(model, topology=request.param, num_blocks=64, block_size=16, max_num_seqs=8) as made:
+        yield made
+        check_idle(made)
+
+
+def test_sampling_is_repeatable_by_seed_alone(llm):
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=7, ignore_eos=True)
+    alone = llm.generate([[5, 6, 7]], params)[0].token_ids
+    together = llm.generate([[9], [5, 6, 7], [1, 2]], params)[1].token_ids
+    other = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=12, seed=8, ignore_eos=True))[0].token_ids
+    assert alone == together
+    assert alone != other
+
+
+def test_a_stop_token_ends_with_stop_even_as_the_first_token(llm):
+    first, second, *_ = llm.generate([[5, 6, 7]], GREEDY)[0].token_ids
+    for stop, count in ((first, 1), (second, 2 if second != first else 1)):
+        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, stop_token_ids=(stop,))
+        (done,) = llm.generate([[5, 6, 7]], params)
+        assert done.finish_reason == "stop"
+        assert len(done.token_ids) == count
+
+
+def test_one_token_is_one_token(llm):
+    (done,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, temperature=0.0))
+    assert len(done.token_ids) == 1
+    assert done.metrics["tpot"] is None
+
+
+def test_metrics_add_up(llm):
+    (done,) = llm.generate([[5, 6, 7]], GREEDY)
+    metrics = done.metrics
+    stages = metrics["stages"]
+    assert metrics["total_tokens"] == 3 + 8
+    assert stages["queue"] + stages["prefill"] == pytest.approx(metrics["ttft"])
+    assert metrics["ttft"] + 7 * metrics["tpot"] <= metrics["latency"]
+    assert metrics["throughput"] == pytest.approx(8 / metrics["latency"])
+    assert metrics["scheduler_dense_continuous_batching"]["steps"] == 7
+    layers = llm.engine._engine.cluster.model.arch.num_layers
+    assert metrics["scheduler_attention_batching"]["layer_calls"] == 7 * layers
+    barrier = metrics["scheduler_attention_layer_barrier"]
+    assert barrier["waits"] == (7 * layers if llm.engine.topology == "pda" else 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [([], "prompt"), ([10**6], "prompt"), ([-1], "prompt"), ([1.5], "prompt"), ("text", "prompt")],
+)
+def test_a_bad_prompt_is_refused_and_the_system_serves_on(llm, prompt, param):
+    with pytest.raises(RequestError) as caught:
+        llm.generate([prompt] if prompt != [] else [[]], GREEDY)
+    assert caught.value.param == param
+    assert len(llm.generate([[1, 2]], GREEDY)[0].token_ids) == 8
+
+
+def test_a_prompt_past_context_or_pool_is_refused_with_numbers(llm):
+    with pytest.raises(RequestError, match=str(llm.engine.max_model_len)):
+        llm.generate([[1] * (llm.engine.max_model_len + 1)], GREEDY)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"max_tokens": 0}, {"max_tokens": -1}, {"temperature": -1}, {"temperature": float("nan")},
+     {"top_p": 0}, {"top_p": 1.1}, {"top_k": -5}, {"seed": 2**70}, {"stop": [""]}, {"max_tokens": True}],
+)  # fmt: skip
+def test_absurd_parameters_are_refused(fields):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**fields)
+    assert caught.value.param == next(iter(fields))
+
+
+def test_cancelling_at_any_time_leaves_nothing(llm):
+    async def one(i):
+        params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+        stream = llm.engine.stream([1 + i % 50] * (1 + i % 37), params)
+        try:
+            if i % 2:
+                seen = 0
+                async for chunk in stream:
+                    seen += len(chunk.token_ids)
+                    if seen > i % 7:
+                        return
+            else:
+                await asyncio.wait_for(anext(stream), timeout=0.002 * (i % 5))
+        except (TimeoutError, asyncio.TimeoutError):
+            return
+        finally:
+            await stream.aclose()
+
+    async def all_of_them():
+        await asyncio.gather(*(one(i) for i in range(60)))
+
+    asyncio.run(all_of_them())
+    check_idle(llm)
+    assert len(llm.generate([[1, 2]], GREEDY)[0].token_ids) == 8
+
+
+def test_a_full_queue_refuses_and_serves_on(model):
+    with LLM(model, topology="pda", max_queue=1, max_num_seqs=1, num_blocks=64) as llm:
+        long = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+        seen, done = [], threading.Event()
+
+        def sink(item):
+            seen.append(item)
+            over = [x for x in seen if isinstance(x, CloverError) or x.finish_reason]
+            if len(over) == 8:
+                done.set()
+
+        for _ in range(8):
+            llm.engine.submit([1, 2, 3], long, sink)
+        assert done.wait(60)
+        refused = [x for x in seen if isinstance(x, QueueFullError)]
+        served = [x for x in seen if not isinstance(x, CloverError) and x.finish_reason == "length"]
+        assert refused
+        assert len(refused) + len(served) == 8
+
+
+def test_close_ends_requests_under_way(model):
+    llm = AsyncLLM(model, ClusterConfig(topology="pda", executor="local", cache=CacheConfig(num_blocks=64)))
+    long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    stream = llm.stream_sync([1, 2], long)
+    next(stream)
+    closer = threading.Thread(target=llm.close)
+    closer.start()
+    with pytest.raises(EngineClosedError):
+        for _ in stream:
+            pass
+    closer.join(30)
+    with pytest.raises(EngineClosedError):
+        next(llm.stream_sync([1, 2], GREEDY))
+
+
+def leftovers():
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"cloverinfer-{os.getpid()}-")]
+
+
+def test_a_dead_node_fails_its_requests_and_hangs_nobody(model):
+    with LLM(model, topology="pda", executor="process", num_blocks=64) as llm:
+        rows = {row["role"]: row for row in llm.engine.nodes()}
+        long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+        stream = llm.engine.stream_sync([1, 2], long)
+        next(stream)
+        os.kill(rows["attention"]["pid"], signal.SIGKILL)
+        chunks = list(stream)
+        assert chunks[-1].finish_reason == "error"
+        assert "attention-0" in chunks[-1].error
+        assert "attention-0" in llm.engine.failure
+        with pytest.raises(EngineClosedError, match="attention-0"):
+            llm.generate([[1, 2]], GREEDY)
+    assert leftovers() == []
+    assert not any(alive(row["pid"]) for row in rows.values())
+
+
+def test_with_another_of_its_role_a_dead_node_is_done_without(model):
+    with LLM(model, topology="pda", executor="process", num_attention_nodes=2, num_blocks=64) as llm:
+        rows = {row["name"]: row for row in llm.engine.nodes()}
+        os.kill(rows["attention-0"]["pid"], signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while llm.engine.nodes()[2]["alive"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(llm.generate([[1, 2], [3]], GREEDY)[1].token_ids) == 8
+
+
+def alive(pid):
+    return os.path.exists(f"/proc/{pid}")
+
+
+@pytest.mark.parametrize("executor", ["local", "process"])
+def test_a_node_that_cannot_start_says_why_and_the_others_are_stopped(model, executor):
+    broken = ModelConfig(model_path=model.model_path, dtype="float32")
+    with pytest.raises((NodeStartError, ConfigError), match="memory_gib"):
+        LLM(broken, topology="pda", executor=executor, memory_gib=1e-9)
+    assert leftovers() == []
+    assert not [t for t in threading.enumerate() if t.name.startswith(("prefill", "dense", "attention"))]
+
+
+def test_unknown_models_and_fields_are_named():
+    with pytest.raises(ModelError, match="smollm2-135m"):
+        LLM("smollm2-135")
+    with pytest.raises(ConfigError, match="blok_size"):
+        LLM("smollm2-135m", blok_size=3)
+
+
+def test_colocated_and_pda_agree_bit_for_bit(model, monkeypatch):
+    """Equal batches and threads: the logits of every step are the same bits."""
+    from cloverinfer.models import llama
+
+    def logits_of(topology):
+        seen = []
+        whole = llama.LlamaHalf.logits
+
+        def spy(self, carry):
+            result = whole(self, carry)
+            seen.append(result.clone())
+            return result
+
+        monkeypatch.setattr(llama.LlamaHalf, "logits", spy)
+        with LLM(model, topology=topology, num_blocks=64, threads=2) as llm:
+            llm.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))
+        monkeypatch.undo()
+        return seen
+
+    one, other = logits_of("colocated"), logits_of("pda")
+    assert len(one) == len(other) == 30
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,108 @@
+"""Two-layer random models of every family: the same tokens in every topology and setting."""
+
+import itertools
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.same_tokens import check, pairwise, reference, run, settings_id
+from tests.tiny_models import make_tiny
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "opt"]
+MAX_TOKENS = 20
+LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 47, 5, 9, 12]
+"""Around the edges of blocks of 16 and 32."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Folder and reference cases of a family, made once."""
+    made = {}
+
+    def make(family):
+        if family not in made:
+            folder = make_tiny(family, tmp_path_factory.mktemp(family))
+            peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            generator = torch.Generator().manual_seed(1)
+            prompts = [torch.randint(1, 90, (n,), generator=generator).tolist() for n in LENGTHS]
+            made[family] = str(folder), reference(peer, prompts, MAX_TOKENS)
+        return made[family]
+
+    return make
+
+
+def fields(setting):
+    chunked = setting["chunked"]
+    return {
+        "topology": setting["topology"],
+        "block_size": setting["block_size"],
+        "max_num_seqs": setting["max_num_seqs"],
+        "num_wavefronts": setting["num_wavefronts"],
+        "enable_chunked_prefill": chunked,
+        "max_num_batched_tokens": 32 if chunked else 1024,
+        "num_blocks": 200,
+        "num_attention_nodes": setting.get("num_attention_nodes", 1),
+        "num_prefill_workers": setting.get("num_prefill_workers", 1),
+        "num_decode_dense_nodes": setting.get("num_decode_dense_nodes", 1),
+        "transport": setting.get("transport", "auto"),
+    }
+
+
+LOCAL = {
+    "topology": ["colocated", "pd", "pda"],
+    "block_size": [16, 32],
+    "max_num_seqs": [1, 7, 32],
+    "num_wavefronts": [1, 2],
+    "chunked": [True, False],
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_cross_product_in_one_process(tiny, family):
+    model, cases = tiny(family)
+    for values in itertools.product(*LOCAL.values()):
+        setting = dict(zip(LOCAL, values, strict=True))
+        outputs = run(model, cases, MAX_TOKENS, executor="local", **fields(setting))
+        try:
+            check(cases, outputs)
+        except AssertionError as problem:
+            raise AssertionError(f"{setting}: {problem}") from problem
+
+
+MANY = LOCAL | {
+    "topology": ["pd", "pda"],
+    "family": FAMILIES,
+    "num_prefill_workers": [1, 2],
+    "num_decode_dense_nodes": [1, 2],
+}
+PROCESSES = [
+    ("process", setting | {"num_attention_nodes": n})
+    for n, setting in zip(itertools.cycle([1, 2, 3]), pairwise(MANY, most=6))
+]
+ACTORS = [("ray", setting) for setting in pairwise(MANY, most=3, seed=5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("executor", "setting"), PROCESSES + ACTORS, ids=lambda v: v if isinstance(v, str) else settings_id(v)
+)
+def test_pairwise_in_processes_and_actors(tiny, executor, setting):
+    model, cases = tiny(setting["family"])
+    chosen = fields(setting)
+    if setting["topology"] == "pd":
+        chosen["num_attention_nodes"] = 1
+    outputs = run(model, cases, MAX_TOKENS, executor=executor, **chosen)
+    check(cases, outputs)
+
+
+def test_preemption_and_several_nodes_change_no_token(tiny):
+    """Pools far too small for all requests at once: decode runs out of blocks and recomputes."""
+    model, cases = tiny("llama")
+    for topology in ("colocated", "pd", "pda"):
+        outputs = run(
+            model, cases, MAX_TOKENS, topology=topology, executor="local", block_size=16, num_blocks=9,
+            num_attention_nodes=2, num_decode_dense_nodes=2 if topology != "colocated" else 1,
+            num_prefill_workers=2 if topology != "colocated" else 1, strict=False,
+        )
+        check(cases, outputs)
