@@ -7,6 +7,7 @@ at all: whatever a backend reads without leave shows.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -26,6 +27,15 @@ UNNAMED = -(2**31)
 """Stands in block tables past a row's length."""
 NAN_BYTES = 0xFF
 """All bits set is NaN in float32, bfloat16 and float16."""
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> Iterator[None]:
+    """Small tensors gain nothing from torch's threads, and wait for them on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @dataclass
