@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import random
@@ -256,6 +257,21 @@ def test_adjoining_pieces_arrive_whole(pair: tuple[Endpoint, Endpoint]) -> None:
     way.expect(array(way.source).copy())
 
 
+@pytest.mark.parametrize(
+    ("sources", "targets"), [((0, 1, 2), (1, 4, 5)), ((1, 4, 5), (0, 1, 2)), ((0, 2, 1), (0, 1, 2))]
+)
+def test_pieces_that_adjoin_on_one_side_only(
+    pair: tuple[Endpoint, Endpoint], sources: tuple[int, ...], targets: tuple[int, ...]
+) -> None:
+    way = Way(*pair, nbytes=60, length=10)
+    array(way.source)[:] = np.arange(1, 61)
+    way.put(0, rows(*zip(sources, targets, strict=True)))
+    collect(pair[1], notices=1)
+    want = np.zeros((6, 10), np.uint8)
+    want[list(targets)] = array(way.source).reshape(6, 10)[list(sources)]
+    way.expect(want.reshape(60))
+
+
 @pytest.mark.parametrize("nbytes", [1, 4096, 1 << 20, 64 << 20, 256 << 20])
 def test_sizes(transport: str, pair: tuple[Endpoint, Endpoint], nbytes: int) -> None:
     if nbytes > 64 << 20 and transport not in ("inproc", "shm"):
@@ -477,7 +493,9 @@ def test_poll_is_woken_through_the_own_address(make: Make) -> None:
     own = a.connect(a.address())
     timer = threading.Timer(0.1, lambda: a.send(own, b"wake up"))
     timer.start()
+    begun = time.monotonic()
     assert a.poll(PATIENCE).messages == [(own, b"wake up")]
+    assert time.monotonic() - begun < PATIENCE / 2  # woken, not found when the time was over
     timer.join()
 
 
@@ -547,3 +565,25 @@ def test_closed_endpoint_refuses_everything(pair: tuple[Endpoint, Endpoint]) -> 
     for call in calls:
         with pytest.raises(TransportError, match="closed"):
             call()
+
+
+@pytest.mark.ray
+def test_ray_endpoint_inside_an_actor(embedded_ray: None) -> None:
+    import ray
+
+    class Echo:
+        def answer(self, address: str) -> str:
+            with contextlib.closing(create_endpoint("ray", "actor")) as endpoint:
+                peer = endpoint.connect(address)
+                endpoint.send(peer, b"from an actor")
+                events = endpoint.poll(PATIENCE)
+                return str(events.messages[0][1])
+
+    with contextlib.closing(create_endpoint("ray", "driver")) as ours:
+        actor = ray.remote(Echo).remote()
+        answer = actor.answer.remote(ours.address())
+        ((peer, message),) = collect(ours, messages=1).messages
+        assert message == b"from an actor"
+        ours.send(peer, b"heard")
+        assert ray.get(answer, timeout=PATIENCE) == str(b"heard")
+        ray.kill(actor)

@@ -221,6 +221,37 @@ def test_waiting_sender_is_woken_when_the_receiver_closes(ours: ShmEndpoint) -> 
     assert not isinstance(error, DeadlineError)
 
 
+def test_waiting_writer_is_woken_by_the_reader() -> None:
+    mailbox, ring = bytearray(4096), bytearray(4096 + 64)
+    _native.format_mailbox(mailbox, 1, 2)
+    _native.format_ring(ring, "shm://a")
+    reader, writer = _native.MailboxReader(mailbox), _native.MailboxWriter(mailbox, ring)
+    reader.add_ring(ring)
+    assert writer.push(1, 0, b"x" * 48, 0.0)
+    assert not writer.push(2, 0, b"", 0.0)
+    timer = threading.Timer(0.1, lambda: reader.poll(0.0))
+    timer.start()
+    begun = time.monotonic()
+    assert writer.push(2, 0, b"", PATIENCE)
+    assert time.monotonic() - begun < PATIENCE / 2  # woken, not found when the time was over
+    timer.join()
+    assert [record[1] for record in reader.poll(0.0)] == [2]
+
+
+def test_signal_handlers_run_while_poll_waits(ours: ShmEndpoint) -> None:
+    def handler(number: int, frame: object) -> None:
+        raise InterruptedError(number)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(InterruptedError):
+            ours.poll(PATIENCE)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 # -- damage
 
 

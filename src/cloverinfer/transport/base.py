@@ -53,7 +53,7 @@ class RegionRef(msgspec.Struct, frozen=True):
 
 
 class Region:
-    """Registered memory. ``buffer`` is its writable memoryview of bytes; ``ref`` names it to peers."""
+    """Registered memory: ``buffer`` is its memoryview of bytes; ``ref`` names it to peers."""
 
     def __init__(self, ref: RegionRef, buffer: memoryview) -> None:
         self.ref = ref
@@ -143,8 +143,8 @@ class Endpoint(ABC):
 
     @abstractmethod
     def prepare(self, peer: Peer, local: Slices, remote: Slices) -> Ranges:
-        """Resolves slices once. ``local.region`` is a ``Region`` of this endpoint, ``remote.region``
-        a ``RegionRef`` of the peer's. ``ValueError`` when lengths differ.
+        """Resolves slices once. ``local.region`` is a ``Region`` of this endpoint,
+        ``remote.region`` a ``RegionRef`` of the peer's. ``ValueError`` when lengths differ.
         """
 
     @abstractmethod

@@ -20,7 +20,7 @@ def transport_names() -> list[str]:
 
 
 def create_endpoint(transport: str, name: str) -> Endpoint:
-    """An endpoint called ``name`` (for messages and logs); ``ConfigError`` for an unknown transport."""
+    """An endpoint called ``name`` in logs; ``ConfigError`` for an unknown transport."""
     if transport not in _CLASSES:
         raise ConfigError(f"unknown transport {transport!r}; known: {', '.join(_CLASSES)}")
     module, cls = _CLASSES[transport]
