@@ -129,6 +129,7 @@ class Cluster:
         self.reports: list[StepDone | StepFailed | TransferDone] = []
         self.sent: list[tuple[str, Message]] = []
         self.dead: set[str] = set()
+        self.joined: set[tuple[str, int, int]] = set()
 
     # Driving
 
@@ -247,6 +248,9 @@ class Cluster:
         for join in plan.joins:
             assert join.request not in node.known, "joined twice"
             assert join.request in plan.rows
+            once = node.name, join.request, join.incarnation
+            assert once not in self.joined, "an incarnation joined twice"
+            self.joined.add(once)
             skip = join.push.skip if join.push else 0
             node.known[join.request] = Known(join, list(join.tokens), list(join.blocks), skip)
         for number, blocks in plan.blocks:

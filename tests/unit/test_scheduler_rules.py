@@ -533,3 +533,61 @@ def test_reports_of_the_wrong_shape_fail_the_step() -> None:
     c.scheduler.on_step_done(StepDone("colocated-0", 0, 0, [1, 2], StepStats()), 0.0)
     assert c.requests[0].error is not None
     assert "2 tokens for 1 rows" in c.requests[0].error
+
+
+def test_blocks_that_the_last_token_needs_are_counted_before_admission() -> None:
+    nodes = make_nodes("pd", 40, prefill_blocks=3)
+    config = SchedulerConfig(max_num_batched_tokens=4)
+    c = Cluster(nodes, config, CacheConfig(block_size=4))
+    start(c, make_request(0, prompt(12), max_tokens=1))
+    for _ in range(2):
+        finish_step(c, "prefill-0")
+        c.schedule()
+    # Both full blocks of this prompt are there and in use, but its last token needs one of its own.
+    start(c, make_request(1, prompt(8), max_tokens=1))
+    assert c.scheduler.num_waiting == 1
+    c.run()
+    c.check_end()
+
+
+def test_a_newcomer_leaves_a_block_to_those_who_are_there() -> None:
+    c = cluster("colocated", blocks=5)
+    start(c, make_request(0, prompt(7), max_tokens=3, ignore_eos=True), make_request(1, prompt(12)))
+    assert plan_for(c, "colocated-0").rows == [0]
+    c = cluster("colocated", blocks=6)
+    start(c, make_request(0, prompt(7), max_tokens=3, ignore_eos=True), make_request(1, prompt(12)))
+    assert plan_for(c, "colocated-0").rows == [0, 1]
+
+
+def test_transfer_slots_in_use_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cloverinfer.scheduler.state.MAX_TRANSFERS", 4)
+    for seed in range(5):
+        c = Cluster(make_nodes("pd", 40), SchedulerConfig(max_num_seqs=4), seed=seed)
+        start(c, *(make_request(i, prompt(3 + i), max_tokens=1 + i % 3) for i in range(20)))
+        c.run()
+        c.check_end()
+
+
+def test_the_waiting_that_only_the_dead_pool_could_hold_fail() -> None:
+    nodes = [SchedNode("small", "colocated", 4), SchedNode("large", "colocated", 20)]
+    c = Cluster(nodes, SchedulerConfig(max_num_seqs=1), CacheConfig(block_size=4))
+    start(c, make_request(0, prompt(30)), make_request(1, prompt(40)), make_request(2, prompt(4)))
+    c.kill("large")
+    c.run()
+    c.check_end()
+    assert [r.state for r in c.requests.values()] == [S.FAILED, S.FAILED, S.FINISHED]
+    assert c.requests[1].error is not None
+    assert "the largest KV pool has 4" in c.requests[1].error
+
+
+def test_a_preempted_request_can_still_be_finished() -> None:
+    c = cluster("colocated", blocks=6)
+    start(c, *(make_request(i, prompt(7, i), max_tokens=14, ignore_eos=True) for i in range(3)))
+    while not any(r.state is S.PREEMPTED for r in c.requests.values()):
+        c.step()
+    victim = next(r for r in c.requests.values() if r.state is S.PREEMPTED)
+    assert (victim.incarnation, victim.num_computed) == (1, 0)
+    c.scheduler.finish(victim.number, "stop", c.now)
+    assert victim.state is S.FINISHED
+    c.run()
+    c.check_end()

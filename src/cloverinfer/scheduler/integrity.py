@@ -18,6 +18,7 @@ def check_state(state: State) -> None:
         assert seat.home is None
         assert seat.lane is None
         assert not seat.request.finished
+        assert seat.request.num_computed == 0
         assert state.seats[seat.request.number] is seat
 
 

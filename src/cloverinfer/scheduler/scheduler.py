@@ -128,6 +128,11 @@ class Scheduler:
         return self._state.missing_roles()
 
     @property
+    def in_flight(self) -> bool:
+        """A step has not answered."""
+        return any(lane.flight is not None for lane in self._state.lanes() if lane.usable)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._state.waiting)
 
