@@ -29,7 +29,12 @@ class Row:
     peer_value: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        row: dict[str, Any] = {"name": self.name, **self.params, "value": self.value, "unit": self.unit}
+        row: dict[str, Any] = {
+            "name": self.name,
+            **self.params,
+            "value": self.value,
+            "unit": self.unit,
+        }
         if self.floor is not None:
             row |= {"floor": self.floor, "ratio_to_floor": self.value / self.floor}
         if self.peer is not None and self.peer_value:
@@ -51,7 +56,10 @@ def model_parser(description: str) -> argparse.ArgumentParser:
     made.add_argument("--dtype", default="auto")
     made.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     made.add_argument(
-        "--peer", action="append", default=[], metavar="NAME=PYTHON",
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=PYTHON",
         help="a peer (vllm, llama.cpp) and the Python that has it installed",
     )
     return made
@@ -66,7 +74,11 @@ def finish(rows: list[Row], json_path: Path | None) -> None:
     widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
     print()
     for line in table:
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |")
+        print(
+            "| "
+            + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            + " |"
+        )
     if json_path is not None:
         json_path.write_text(json.dumps(dicts, indent=2) + "\n")
 
@@ -82,10 +94,17 @@ def describe_run(threads: int) -> str:
     if cpuinfo.exists():
         names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
         model = names[0].split(":", 1)[1].strip() if names else model
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
-                         cwd=Path(__file__).parent, check=False)
-    return (f"{model}, {threads} threads, Python {platform.python_version()}, "
-            f"torch {torch.__version__}, commit {git.stdout.strip() or 'unknown'}")
+    git = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    )
+    return (
+        f"{model}, {threads} threads, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, commit {git.stdout.strip() or 'unknown'}"
+    )
 
 
 def best_of(times: int, run: Callable[[], Any]) -> float:

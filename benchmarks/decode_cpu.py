@@ -15,11 +15,11 @@ import time
 from typing import Any
 
 import torch
-from common import Row, describe_run, finish, model_parser, read_bandwidth
-from peers import prompts, run_peer
 
 from cloverinfer import LLM, ModelConfig, SamplingParams
 from cloverinfer.models import ResolvedModel, resolve_model
+from common import Row, describe_run, finish, model_parser, read_bandwidth
+from peers import prompts, run_peer
 
 PARTS = ("dense", "attention", "sample", "barrier")
 
@@ -70,9 +70,9 @@ def measure(llm: LLM, inputs: list[list[int]], tokens: int) -> Window:
 
 def breakdown(window: Window) -> dict[str, float]:
     """Milliseconds of a step by where they went."""
-    delta = {part: 0.0 for part in PARTS}
+    delta = dict.fromkeys(PARTS, 0.0)
     steps = 0
-    for before, after in zip(window.before, window.after):
+    for before, after in zip(window.before, window.after, strict=True):
         for part in PARTS:
             delta[part] += after[f"{part}_seconds"] - before[f"{part}_seconds"]
         if after["role"] in ("dense", "colocated"):
@@ -80,14 +80,25 @@ def breakdown(window: Window) -> dict[str, float]:
     total = window.end - window.begin
     hop = max(0.0, delta["barrier"] - delta["attention"]) if delta["barrier"] else 0.0
     known = delta["dense"] + delta["attention"] + delta["sample"] + hop
-    parts = {"step": total, "GEMMs": delta["dense"], "attention": delta["attention"], "hop": hop,
-             "sampling": delta["sample"], "Python": total - known}
+    parts = {
+        "step": total,
+        "GEMMs": delta["dense"],
+        "attention": delta["attention"],
+        "hop": hop,
+        "sampling": delta["sample"],
+        "Python": total - known,
+    }
     return {name: 1000 * seconds / max(1, steps) for name, seconds in parts.items()}
 
 
 def ours(args: argparse.Namespace, model: ModelConfig, topology: str) -> dict[int, Window]:
-    with LLM(model, topology=topology, executor=args.executor, threads=args.threads,
-             enable_prefix_caching=False) as llm:
+    with LLM(
+        model,
+        topology=topology,
+        executor=args.executor,
+        threads=args.threads,
+        enable_prefix_caching=False,
+    ) as llm:
         resolved = resolve_model(model)
         measure(llm, prompts(resolved, 2, 16), 8)
         return {
@@ -96,17 +107,27 @@ def ours(args: argparse.Namespace, model: ModelConfig, topology: str) -> dict[in
         }
 
 
-def transformers_rate(model: ResolvedModel, inputs: list[list[int]], tokens: int, threads: int) -> float:
+def transformers_rate(
+    model: ResolvedModel, inputs: list[list[int]], tokens: int, threads: int
+) -> float:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
-    peer = AutoModelForCausalLM.from_pretrained(model.path, dtype=getattr(torch, model.dtype)).eval()
+    peer = AutoModelForCausalLM.from_pretrained(
+        model.path, dtype=getattr(torch, model.dtype)
+    ).eval()
     batch = torch.tensor(inputs)
 
     def seconds(count: int) -> float:
         started = time.perf_counter()
-        peer.generate(batch, max_new_tokens=count, min_new_tokens=count, do_sample=False,
-                      attention_mask=torch.ones_like(batch), pad_token_id=0)
+        peer.generate(
+            batch,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            attention_mask=torch.ones_like(batch),
+            pad_token_id=0,
+        )
         return time.perf_counter() - started
 
     seconds(4)
@@ -119,7 +140,9 @@ def peer_rates(args: argparse.Namespace, model: ModelConfig) -> dict[tuple[str, 
     rates: dict[tuple[str, int], float] = {}
     for batch in args.batches:
         inputs = prompts(resolved, batch, args.prompt_tokens)
-        rates["transformers", batch] = transformers_rate(resolved, inputs, args.tokens, args.threads)
+        rates["transformers", batch] = transformers_rate(
+            resolved, inputs, args.tokens, args.threads
+        )
         for peer in args.peer:
             name = peer.partition("=")[0]
             result = run_peer(peer, resolved, inputs, args.tokens, args.threads)
@@ -159,9 +182,20 @@ def main() -> None:
             for (peer, peer_batch), value in rates.items():
                 if peer_batch == batch:
                     rows.append(Row("decode", rate, "tokens/s", params, floor, peer, value))
-            steps += [Row(f"step: {part}", ms, "ms", params) for part, ms in breakdown(window).items()]
-        rows += [Row(f"decode {peer}", value, "tokens/s", {"batch": batch, "dtype": resolved.dtype}, floor)
-                 for (peer, peer_batch), value in rates.items() if peer_batch == batch]
+            steps += [
+                Row(f"step: {part}", ms, "ms", params) for part, ms in breakdown(window).items()
+            ]
+        rows += [
+            Row(
+                f"decode {peer}",
+                value,
+                "tokens/s",
+                {"batch": batch, "dtype": resolved.dtype},
+                floor,
+            )
+            for (peer, peer_batch), value in rates.items()
+            if peer_batch == batch
+        ]
         ratio = _step_ms(windows["pda"][batch]) / _step_ms(windows["colocated"][batch])
         rows.append(Row("pda step / colocated step", ratio, "ratio", {"batch": batch}))
     finish(rows + steps, args.json)

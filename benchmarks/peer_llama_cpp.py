@@ -68,10 +68,14 @@ def main():
         assert llama_cpp.llama_decode(context, batch) == 0
         chosen = [pick(i) for i in range(len(prompts))]
     seconds = time.perf_counter() - started
-    print(json.dumps({
-        "tokens_per_second": len(prompts) * (tokens - 1) / seconds,
-        "prefill_tokens_per_second": sum(map(len, prompts)) / prefill,
-    }))
+    print(
+        json.dumps(
+            {
+                "tokens_per_second": len(prompts) * (tokens - 1) / seconds,
+                "prefill_tokens_per_second": sum(map(len, prompts)) / prefill,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Decode and prefill rates of vLLM on the CPU, in an environment of its own; one job on standard input."""
+"""Rates of vLLM on the CPU, in an environment of its own; one job on standard input."""
 
 import json
 import sys
@@ -11,8 +11,13 @@ def main():
 
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     longest = max(map(len, job["prompts"])) + job["tokens"]
-    llm = LLM(model=job["model"], dtype=job["dtype"], max_model_len=longest + 8,
-              enable_prefix_caching=False, max_num_seqs=max(4, len(prompts)))
+    llm = LLM(
+        model=job["model"],
+        dtype=job["dtype"],
+        max_model_len=longest + 8,
+        enable_prefix_caching=False,
+        max_num_seqs=max(4, len(prompts)),
+    )
 
     def seconds(count):
         params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)

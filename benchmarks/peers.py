@@ -26,11 +26,20 @@ def run_peer(
     name, _, python = peer.partition("=")
     if name not in SCRIPTS or not python:
         raise SystemExit(f"--peer {peer}: want NAME=PYTHON with NAME one of {', '.join(SCRIPTS)}")
-    job = {"model": str(model.path), "dtype": model.dtype, "prompts": inputs, "tokens": tokens,
-           "threads": threads}
+    job = {
+        "model": str(model.path),
+        "dtype": model.dtype,
+        "prompts": inputs,
+        "tokens": tokens,
+        "threads": threads,
+    }
     result = subprocess.run(
-        [python, str(Path(__file__).parent / SCRIPTS[name])], input=json.dumps(job),
-        capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, check=False,
+        [python, str(Path(__file__).parent / SCRIPTS[name])],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+        check=False,
     )
     if result.returncode != 0:
         raise SystemExit(f"{name} failed:\n{result.stderr[-2000:]}")

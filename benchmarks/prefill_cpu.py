@@ -11,16 +11,18 @@ import argparse
 import time
 
 import torch
-from common import Row, describe_run, finish, model_parser, peak_flops, read_bandwidth
-from peers import prompts, run_peer
 
 from cloverinfer import LLM, ModelConfig, SamplingParams
 from cloverinfer.models import ResolvedModel, resolve_model
+from common import Row, describe_run, finish, model_parser, peak_flops, read_bandwidth
+from peers import prompts, run_peer
 
 ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
-def ours(args: argparse.Namespace, model: ModelConfig, topology: str, inputs: list[list[int]]) -> float:
+def ours(
+    args: argparse.Namespace, model: ModelConfig, topology: str, inputs: list[list[int]]
+) -> float:
     """Seconds of the fastest prompt."""
     with LLM(model, topology=topology, threads=args.threads, enable_prefix_caching=False) as llm:
         llm.generate([inputs[0]], ONE)
@@ -31,13 +33,20 @@ def transformers_seconds(model: ResolvedModel, inputs: list[list[int]], threads:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
-    peer = AutoModelForCausalLM.from_pretrained(model.path, dtype=getattr(torch, model.dtype)).eval()
+    peer = AutoModelForCausalLM.from_pretrained(
+        model.path, dtype=getattr(torch, model.dtype)
+    ).eval()
 
     def seconds(prompt: list[int]) -> float:
         batch = torch.tensor([prompt])
         started = time.perf_counter()
-        peer.generate(batch, max_new_tokens=1, do_sample=False,
-                      attention_mask=torch.ones_like(batch), pad_token_id=0)
+        peer.generate(
+            batch,
+            max_new_tokens=1,
+            do_sample=False,
+            attention_mask=torch.ones_like(batch),
+            pad_token_id=0,
+        )
         return time.perf_counter() - started
 
     seconds(inputs[0])
@@ -78,9 +87,21 @@ def main() -> None:
         for topology in ("colocated", "pd", "pda"):
             rate = length / ours(args, config, topology, inputs)
             for peer, value in peers.items():
-                rows.append(Row("prefill", rate, "tokens/s", {"topology": topology} | params, floor,
-                                peer, value))
-        rows += [Row(f"prefill {peer}", value, "tokens/s", params, floor) for peer, value in peers.items()]
+                rows.append(
+                    Row(
+                        "prefill",
+                        rate,
+                        "tokens/s",
+                        {"topology": topology} | params,
+                        floor,
+                        peer,
+                        value,
+                    )
+                )
+        rows += [
+            Row(f"prefill {peer}", value, "tokens/s", params, floor)
+            for peer, value in peers.items()
+        ]
     finish(rows, args.json)
 
 

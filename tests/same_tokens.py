@@ -32,31 +32,45 @@ def reference(model: Any, prompts: Sequence[list[int]], max_tokens: int) -> list
     cases = []
     for prompt in prompts:
         result = model.generate(
-            torch.tensor([prompt]), max_new_tokens=max_tokens, do_sample=False,
-            return_dict_in_generate=True, output_scores=True, eos_token_id=None,
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), pad_token_id=0,
+            torch.tensor([prompt]),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+            eos_token_id=None,
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            pad_token_id=0,
             repetition_penalty=1.0,
         )
         best = [scores[0].topk(2).values for scores in result.scores]
-        cases.append(Case(prompt, result.sequences[0, len(prompt) :].tolist(),
-                          [float(two[0] - two[1]) for two in best]))
+        cases.append(
+            Case(
+                prompt,
+                result.sequences[0, len(prompt) :].tolist(),
+                [float(two[0] - two[1]) for two in best],
+            )
+        )
     return cases
 
 
 def check(cases: Sequence[Case], outputs: Sequence[list[int]]) -> None:
     """Token for token the same; where the reference itself is undecided, up to there."""
-    for i, (case, tokens) in enumerate(zip(cases, outputs)):
+    for i, (case, tokens) in enumerate(zip(cases, outputs, strict=True)):
         wanted = case.tokens[: len(tokens)]
         if tokens == wanted:
             continue
-        at = next(j for j, pair in enumerate(zip(tokens, wanted)) if pair[0] != pair[1])
+        at = next(
+            j for j, pair in enumerate(zip(tokens, wanted, strict=True)) if pair[0] != pair[1]
+        )
         assert case.margins[at] < TIE, (
-            f"case {i} (prompt of {len(case.prompt)}) differs at token {at}: {tokens[at]} instead of "
-            f"{wanted[at]}, where the reference's margin is {case.margins[at]:.4f}"
+            f"case {i} (prompt of {len(case.prompt)}) differs at token {at}: {tokens[at]} instead "
+            f"of {wanted[at]}, where the reference's margin is {case.margins[at]:.4f}"
         )
 
 
-def pairwise(factors: Mapping[str, Sequence[Any]], most: int, seed: int = 0) -> list[dict[str, Any]]:
+def pairwise(
+    factors: Mapping[str, Sequence[Any]], most: int, seed: int = 0
+) -> list[dict[str, Any]]:
     """Few settings in which each pair of values of two factors occurs, as far as ``most`` allow."""
     rng = random.Random(seed)
     names = list(factors)
@@ -68,7 +82,9 @@ def pairwise(factors: Mapping[str, Sequence[Any]], most: int, seed: int = 0) -> 
     }
     chosen: list[dict[str, Any]] = []
     while wanted and len(chosen) < most:
-        tries = [{name: rng.choice(list(values)) for name, values in factors.items()} for _ in range(300)]
+        tries = [
+            {name: rng.choice(list(values)) for name, values in factors.items()} for _ in range(300)
+        ]
         best = max(tries, key=lambda setting: len(_pairs(setting, names) & wanted))
         wanted -= _pairs(best, names)
         chosen.append(best)
@@ -87,13 +103,15 @@ def run(
     ``strict`` also checks that no token was computed twice; preemption does compute again.
     """
     limits = [max_tokens if i % 3 else max(1, max_tokens // 4) for i in range(len(cases))]
-    params = [SamplingParams(max_tokens=limit, temperature=0.0, ignore_eos=True) for limit in limits]
+    params = [
+        SamplingParams(max_tokens=limit, temperature=0.0, ignore_eos=True) for limit in limits
+    ]
     with LLM(ModelConfig(model_path=model, dtype="float32"), **fields) as llm:
         completions = llm.generate([case.prompt for case in cases], params)
         if strict:
             check_work(llm, cases, limits)
         check_idle(llm)
-    for completion, limit in zip(completions, limits):
+    for completion, limit in zip(completions, limits, strict=True):
         assert len(completion.token_ids) == limit
         assert completion.finish_reason == "length"
     return [completion.token_ids for completion in completions]

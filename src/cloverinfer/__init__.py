@@ -21,7 +21,17 @@ _LAZY = {
     "AsyncLLM": "orchestrator.llm",
     "GlobalScheduler": "orchestrator.global_scheduler",
 }
-__all__ = ["__version__", *_LAZY]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CacheConfig",
+    "ClusterConfig",
+    "GlobalScheduler",
+    "ModelConfig",
+    "SamplingParams",
+    "SchedulerConfig",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from .config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig

@@ -14,8 +14,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import __version__
 from .config import (
@@ -33,7 +33,6 @@ from .core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from .orchestrator.llm import AsyncLLM
-    from .server.engine import Chunk
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -299,9 +298,8 @@ def _collect(
     text: list[str] = []
     token_ids: list[int] = []
     finish_reason, metrics, error = None, None, None
-    # It is a generator: closing it, on Ctrl-C say, aborts the request.
-    opened = cast("Generator[Chunk, None, None]", engine.stream_sync(prompt, sampling))
-    with contextlib.closing(opened) as chunks:
+    # Closing the generator, on Ctrl-C say, aborts the request.
+    with contextlib.closing(engine.stream_sync(prompt, sampling)) as chunks:
         for chunk in chunks:
             text.append(chunk.text)
             token_ids += chunk.token_ids

@@ -1,11 +1,11 @@
 """The default model in float32: the same greedy tokens as transformers, in every topology."""
 
 import pytest
+from tests.same_tokens import check, pairwise, reference, run, settings_id
 from transformers import AutoModelForCausalLM
 
 from cloverinfer import ModelConfig
 from cloverinfer.models import load_tokenizer, resolve_model
-from tests.same_tokens import check, pairwise, reference, run, settings_id
 
 MODEL = "smollm2-135m"
 MAX_TOKENS = 64
@@ -64,10 +64,16 @@ def test_three_nodes_in_other_settings(cases, setting):
     executor, transport = setting["executor_transport"].split("-")
     few = cases[::5] if setting["max_num_seqs"] == 1 or transport == "ray" else cases + cases[:12]
     outputs = run(
-        MODEL, few, 16 if transport == "ray" else MAX_TOKENS,
-        topology="pda", executor=executor, transport=transport,
+        MODEL,
+        few,
+        16 if transport == "ray" else MAX_TOKENS,
+        topology="pda",
+        executor=executor,
+        transport=transport,
         num_attention_nodes=setting["num_attention_nodes"],
-        block_size=setting["block_size"], num_blocks=600, max_num_seqs=setting["max_num_seqs"],
+        block_size=setting["block_size"],
+        num_blocks=600,
+        max_num_seqs=setting["max_num_seqs"],
         enable_chunked_prefill=setting["chunked"],
         max_num_batched_tokens=64 if setting["chunked"] else 2048,
     )

@@ -1,4 +1,4 @@
-"""The engine with real nodes: ends of requests, cancellation, bad input, deaths, and what is left."""
+"""The engine with real nodes: ends, cancellation, bad input, deaths, and what is left."""
 
 import asyncio
 import os
@@ -8,6 +8,8 @@ import time
 
 import pytest
 import torch
+from tests.same_tokens import check_idle
+from tests.tiny_models import make_tiny
 
 from cloverinfer import LLM, AsyncLLM, CacheConfig, ClusterConfig, ModelConfig, SamplingParams
 from cloverinfer.core.errors import (
@@ -19,8 +21,6 @@ from cloverinfer.core.errors import (
     QueueFullError,
     RequestError,
 )
-from tests.same_tokens import check_idle
-from tests.tiny_models import make_tiny
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 TOPOLOGIES = ["colocated", "pd", "pda"]
@@ -28,7 +28,9 @@ TOPOLOGIES = ["colocated", "pd", "pda"]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return ModelConfig(model_path=str(make_tiny("llama", tmp_path_factory.mktemp("m"))), dtype="float32")
+    return ModelConfig(
+        model_path=str(make_tiny("llama", tmp_path_factory.mktemp("m"))), dtype="float32"
+    )
 
 
 @pytest.fixture(params=TOPOLOGIES)
@@ -42,7 +44,9 @@ def test_sampling_is_repeatable_by_seed_alone(llm):
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=7, ignore_eos=True)
     alone = llm.generate([[5, 6, 7]], params)[0].token_ids
     together = llm.generate([[9], [5, 6, 7], [1, 2]], params)[1].token_ids
-    other = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=12, seed=8, ignore_eos=True))[0].token_ids
+    other = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=12, seed=8, ignore_eos=True))[
+        0
+    ].token_ids
     assert alone == together
     assert alone != other
 
@@ -50,7 +54,9 @@ def test_sampling_is_repeatable_by_seed_alone(llm):
 def test_a_stop_token_ends_with_stop_even_as_the_first_token(llm):
     first, second, *_ = llm.generate([[5, 6, 7]], GREEDY)[0].token_ids
     for stop, count in ((first, 1), (second, 2 if second != first else 1)):
-        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, stop_token_ids=(stop,))
+        params = SamplingParams(
+            max_tokens=8, temperature=0.0, ignore_eos=True, stop_token_ids=(stop,)
+        )
         (done,) = llm.generate([[5, 6, 7]], params)
         assert done.finish_reason == "stop"
         assert len(done.token_ids) == count
@@ -96,7 +102,8 @@ def test_a_prompt_past_context_or_pool_is_refused_with_numbers(llm):
 @pytest.mark.parametrize(
     "fields",
     [{"max_tokens": 0}, {"max_tokens": -1}, {"temperature": -1}, {"temperature": float("nan")},
-     {"top_p": 0}, {"top_p": 1.1}, {"top_k": -5}, {"seed": 2**70}, {"stop": [""]}, {"max_tokens": True}],
+     {"top_p": 0}, {"top_p": 1.1}, {"top_k": -5}, {"seed": 2**70}, {"stop": [""]},
+     {"max_tokens": True}],
 )  # fmt: skip
 def test_absurd_parameters_are_refused(fields):
     with pytest.raises(RequestError) as caught:
@@ -151,7 +158,9 @@ def test_a_full_queue_refuses_and_serves_on(model):
 
 
 def test_close_ends_requests_under_way(model):
-    llm = AsyncLLM(model, ClusterConfig(topology="pda", executor="local", cache=CacheConfig(num_blocks=64)))
+    llm = AsyncLLM(
+        model, ClusterConfig(topology="pda", executor="local", cache=CacheConfig(num_blocks=64))
+    )
     long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
     stream = llm.stream_sync([1, 2], long)
     next(stream)
@@ -166,7 +175,9 @@ def test_close_ends_requests_under_way(model):
 
 
 def leftovers():
-    return [name for name in os.listdir("/dev/shm") if name.startswith(f"cloverinfer-{os.getpid()}-")]
+    return [
+        name for name in os.listdir("/dev/shm") if name.startswith(f"cloverinfer-{os.getpid()}-")
+    ]
 
 
 def test_a_dead_node_fails_its_requests_and_hangs_nobody(model):
@@ -187,7 +198,9 @@ def test_a_dead_node_fails_its_requests_and_hangs_nobody(model):
 
 
 def test_with_another_of_its_role_a_dead_node_is_done_without(model):
-    with LLM(model, topology="pda", executor="process", num_attention_nodes=2, num_blocks=64) as llm:
+    with LLM(
+        model, topology="pda", executor="process", num_attention_nodes=2, num_blocks=64
+    ) as llm:
         rows = {row["name"]: row for row in llm.engine.nodes()}
         os.kill(rows["attention-0"]["pid"], signal.SIGKILL)
         deadline = time.monotonic() + 10
@@ -206,7 +219,9 @@ def test_a_node_that_cannot_start_says_why_and_the_others_are_stopped(model, exe
     with pytest.raises((NodeStartError, ConfigError), match="memory_gib"):
         LLM(broken, topology="pda", executor=executor, memory_gib=1e-9)
     assert leftovers() == []
-    assert not [t for t in threading.enumerate() if t.name.startswith(("prefill", "dense", "attention"))]
+    assert not [
+        t for t in threading.enumerate() if t.name.startswith(("prefill", "dense", "attention"))
+    ]
 
 
 def test_unknown_models_and_fields_are_named():
@@ -231,7 +246,9 @@ def test_colocated_and_pda_agree_bit_for_bit(model, monkeypatch):
 
         monkeypatch.setattr(llama.LlamaHalf, "logits", spy)
         with LLM(model, topology=topology, num_blocks=64, threads=2) as llm:
-            llm.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))
+            llm.generate(
+                [[1, 2, 3, 4, 5]], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+            )
         monkeypatch.undo()
         return seen
 

@@ -5,6 +5,8 @@ Prompts go through decode one token at a time, so that nothing but these five ru
 
 import pytest
 import torch
+from tests.same_tokens import check, reference
+from tests.tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
 
 from cloverinfer.config import CacheConfig, ModelConfig
@@ -12,8 +14,6 @@ from cloverinfer.kvcache.manager import KVCacheManager
 from cloverinfer.nodes.build import build_node
 from cloverinfer.nodes.config import NodeConfig
 from cloverinfer.wire.messages import Sampling
-from tests.same_tokens import check, reference
-from tests.tiny_models import make_tiny
 
 GREEDY = Sampling(0.0, 0, 1.0, 0)
 BLOCK = 16
@@ -41,7 +41,9 @@ def drive(dense, attention, prompts, max_tokens):
     """All sequences in one batch; each feeds its prompt first and then its own output."""
     manager = KVCacheManager(64, BLOCK, False)
     tokens = [list(prompt) for prompt in prompts]
-    tables = [manager.allocate(i, prompt, len(prompt) + max_tokens)[0] for i, prompt in enumerate(prompts)]
+    tables = [
+        manager.allocate(i, prompt, len(prompt) + max_tokens)[0] for i, prompt in enumerate(prompts)
+    ]
     for step in range(max(map(len, prompts)) + max_tokens - 1):
         alive = [i for i, prompt in enumerate(prompts) if step < len(prompt) + max_tokens - 1]
         batch = dense.start_token_batch([tokens[i][step] for i in alive], [step] * len(alive))

@@ -4,10 +4,9 @@ import itertools
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-
 from tests.same_tokens import check, pairwise, reference, run, settings_id
 from tests.tiny_models import make_tiny
+from transformers import AutoModelForCausalLM
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "opt"]
 MAX_TOKENS = 20
@@ -85,7 +84,9 @@ ACTORS = [("ray", setting) for setting in pairwise(MANY, most=3, seed=5)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("executor", "setting"), PROCESSES + ACTORS, ids=lambda v: v if isinstance(v, str) else settings_id(v)
+    ("executor", "setting"),
+    PROCESSES + ACTORS,
+    ids=lambda v: v if isinstance(v, str) else settings_id(v),
 )
 def test_pairwise_in_processes_and_actors(tiny, executor, setting):
     model, cases = tiny(setting["family"])
@@ -101,8 +102,16 @@ def test_preemption_and_several_nodes_change_no_token(tiny):
     model, cases = tiny("llama")
     for topology in ("colocated", "pd", "pda"):
         outputs = run(
-            model, cases, MAX_TOKENS, topology=topology, executor="local", block_size=16, num_blocks=9,
-            num_attention_nodes=2, num_decode_dense_nodes=2 if topology != "colocated" else 1,
-            num_prefill_workers=2 if topology != "colocated" else 1, strict=False,
+            model,
+            cases,
+            MAX_TOKENS,
+            topology=topology,
+            executor="local",
+            block_size=16,
+            num_blocks=9,
+            num_attention_nodes=2,
+            num_decode_dense_nodes=2 if topology != "colocated" else 1,
+            num_prefill_workers=2 if topology != "colocated" else 1,
+            strict=False,
         )
         check(cases, outputs)

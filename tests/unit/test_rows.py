@@ -62,5 +62,5 @@ def test_many_requests_with_long_tables():
     requests = list(kept)
     longest = max(len(b) for b in kept.values()) * 16
     gathered = tables.gather(requests, longest)
-    for row, request in zip(gathered, requests):
+    for row, request in zip(gathered, requests, strict=True):
         assert row[: len(kept[request])].tolist() == kept[request]

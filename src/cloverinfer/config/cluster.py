@@ -146,7 +146,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     attention_backend: str = "auto"
     """auto (cpu), cpu or torch."""
     threads: int | None = None
-    """Compute threads of this host, shared by the nodes on it; None: the cores this process may use."""
+    """Compute threads of this host, shared by its nodes; None: the cores this process may use."""
     start_timeout: float = 300.0
     """Seconds that all nodes together may take to start."""
     cache: CacheConfig = msgspec.field(default_factory=CacheConfig)

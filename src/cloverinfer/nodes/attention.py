@@ -260,7 +260,7 @@ class AttentionNode(Node):
         """
         width = max(len(table) for table in block_tables)
         tables = np.zeros((len(block_tables), width), np.int32)
-        for row, table in zip(tables, block_tables):
+        for row, table in zip(tables, block_tables, strict=True):
             row[: len(table)] = table
         positions = np.asarray(lengths, np.int64) - 1
         slots = slots_of(tables, np.arange(len(tables)), positions, self.config.cache.block_size)

@@ -105,6 +105,7 @@ class Node(ABC):
             error = f"{self.config.name}: {problem}"
         self.report(Met(self.config.name, error))
 
+    @abstractmethod
     def on_meet(self) -> None:
         """Prepares what the step path needs of the peers."""
 

@@ -24,7 +24,7 @@ _CLASSES: dict[str, Callable[..., Node]] = {
 
 
 def build_node(config: NodeConfig, gate: Gate | OpenGate | None = None) -> Node:
-    """The node, its weights loaded and its pool allocated; raises a ``CloverError`` if it cannot."""
+    """The node, with weights and pool; a ``CloverError`` says why it cannot be made."""
     model = resolve_model(config.model)
     endpoint = create_endpoint(config.transport, config.name)
     try:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
 import torch
 
+from ..core.errors import TransportError
 from ..models import ResolvedModel, load_half
 from ..models.base import Carry
 from ..models.sampling import sample
@@ -154,12 +156,19 @@ class DecodeDenseNode(Node):
         self._lanes[plan.lane] = lane
         self._guard(lane, self._start)
 
-    def _guard(self, lane: _Lane, action) -> None:  # type: ignore[no-untyped-def]
+    def _guard(self, lane: _Lane, action: Callable[[_Lane], None]) -> None:
         """The boundary where a step's errors stop."""
         try:
             action(lane)
         except Exception as problem:
-            log.exception("%s: step %d failed", self.config.name, lane.plan.step)
+            known = isinstance(problem, TransportError)  # a peer is gone: no fault of this node
+            log.error(
+                "%s: step %d failed: %s",
+                self.config.name,
+                lane.plan.step,
+                problem,
+                exc_info=not known,
+            )
             self._lanes.pop(lane.plan.lane, None)
             self._fail(lane.plan, problem)
 
@@ -196,9 +205,11 @@ class DecodeDenseNode(Node):
             q, k, v, lane.carry = self.half.stage(
                 lane.layer, attn_out, lane.carry, batch.token_ids_t, batch.positions_t
             )
-            assert q is not None and k is not None and v is not None
+            assert q is not None
+            assert k is not None
+            assert v is not None
             rows = self._out_rows[lane.plan.lane, : len(batch.rows)]
-            for place, value in zip(self.shape.split(lane.layer, rows), (q, k, v)):
+            for place, value in zip(self.shape.split(lane.layer, rows), (q, k, v), strict=True):
                 place.copy_(value)
             lane.stats.dense += time.perf_counter() - started
         self._hop(lane)
@@ -258,7 +269,9 @@ class DecodeDenseNode(Node):
         q, k, v, batch.carry = self.half.stage(
             layer, batch.attn_out, batch.carry, batch.token_ids, batch.positions
         )
-        assert q is not None and k is not None and v is not None
+        assert q is not None
+        assert k is not None
+        assert v is not None
         return q, k, v
 
     def finish_layer_batch(self, batch: TokenBatch, layer: int, attn_out_rhe: torch.Tensor) -> None:

@@ -8,16 +8,14 @@ from collections.abc import Callable
 import torch
 
 from ..attention.base import AttentionBackend
-from ..models.base import DenseHalf
+from ..models.base import Carry, DenseHalf
 from ..models.sampling import sample
 from ..wire.messages import StepStats
 from .gate import Gate, OpenGate
 from .rows import Batch
 
 
-def last_stage(
-    half: DenseHalf, batch: Batch, attn_out: torch.Tensor, carry: tuple[torch.Tensor, ...]
-) -> torch.Tensor:
+def last_stage(half: DenseHalf, batch: Batch, attn_out: torch.Tensor, carry: Carry) -> torch.Tensor:
     """Stage L and logits, of the tokens that are sampled after only: ``[s, c]`` float32."""
     positions = batch.positions_t
     if not batch.all_sample:
@@ -32,7 +30,7 @@ def sample_rows(batch: Batch, logits: torch.Tensor) -> list[int]:
     """Chooses a token for each sampling row and notes it as the row's next."""
     params = [row.sampling for row in batch.sampled]
     tokens = [int(token) for token in sample(logits, params, batch.sample_positions)]
-    for row, token, position in zip(batch.sampled, tokens, batch.sample_positions):
+    for row, token, position in zip(batch.sampled, tokens, batch.sample_positions, strict=True):
         del row.tokens[position - row.start :]  # a replayed step replaces what it had sampled
         row.tokens.append(token)
     return tokens
@@ -51,7 +49,9 @@ class LocalForward:
         self, batch: Batch, stats: StepStats, on_layer: Callable[[int], None] | None = None
     ) -> list[int]:
         """The sampled tokens; adds the time of each part to ``stats``."""
-        half, carry, attn_out = self._half, None, None
+        half = self._half
+        carry: Carry | None = None
+        attn_out: torch.Tensor | None = None
         for layer in range(half.num_layers):
             with self._gate:
                 t0 = time.perf_counter()
@@ -59,7 +59,7 @@ class LocalForward:
                     layer, attn_out, carry, batch.token_ids_t, batch.positions_t
                 )
                 t1 = time.perf_counter()
-                attn_out = self._attend(layer, batch, q, k, v)
+                attn_out = self._attend(layer, batch, (q, k, v))
                 t2 = time.perf_counter()
             stats.dense += t1 - t0
             stats.attention += t2 - t1
@@ -70,15 +70,30 @@ class LocalForward:
             return []
         return self._finish(batch, attn_out, carry, stats)
 
-    def _attend(self, layer: int, batch: Batch, q, k, v) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        assert batch.slots_t is not None and batch.block_tables_rb is not None
+    def _attend(
+        self, layer: int, batch: Batch, qkv: tuple[torch.Tensor | None, ...]
+    ) -> torch.Tensor:
+        q, k, v = qkv
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        assert batch.slots_t is not None
+        assert batch.block_tables_rb is not None
         self._backend.append(layer, k, v, batch.slots_t)
         out, _ = self._backend.attend(
             layer, q, batch.query_starts, batch.block_tables_rb, batch.lengths_r
         )
         return out
 
-    def _finish(self, batch: Batch, attn_out, carry, stats: StepStats) -> list[int]:  # type: ignore[no-untyped-def]
+    def _finish(
+        self,
+        batch: Batch,
+        attn_out: torch.Tensor | None,
+        carry: Carry | None,
+        stats: StepStats,
+    ) -> list[int]:
+        assert attn_out is not None
+        assert carry is not None
         with self._gate:
             t0 = time.perf_counter()
             logits = last_stage(self._half, batch, attn_out, carry)

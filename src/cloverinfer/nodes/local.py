@@ -68,6 +68,9 @@ class LocalNode(Node):
     def weight_bytes(self) -> int:
         return self.half.weight_bytes
 
+    def on_meet(self) -> None:
+        """Others come to this node; it has nobody to go to."""
+
     def close(self) -> None:
         self.backend.close()
         self.pool.close()
@@ -169,7 +172,7 @@ class PrefillNode(LocalNode):
     def _plan_pushes(self, batch: Batch) -> list[PushJob]:
         sampling = {row.request for row in batch.sampled}
         jobs = []
-        for row, end in zip(batch.rows, batch.lengths_r.tolist()):
+        for row, end in zip(batch.rows, batch.lengths_r.tolist(), strict=True):
             if row.push is None:
                 continue
             blocks: np.ndarray = self.rows.blocks(row.request)

@@ -19,6 +19,7 @@ import msgspec
 from ..wire.messages import NodeInfo
 from .config import NodeConfig
 
+log = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0
 """How long a node may take to close once its parent is gone."""
 
@@ -62,13 +63,13 @@ def main(report_fd: int) -> int:
     try:
         node = build_node(config)
     except Exception as problem:
-        logging.getLogger(__name__).debug("start failed", exc_info=True)
+        log.debug("start failed", exc_info=True)
         _report(report_fd, Refused(describe(problem)))
         return 1
     signal.signal(signal.SIGTERM, lambda *_: node.stop())
 
     def watch_parent() -> None:
-        while stream.read(1):
+        while os.read(stream.fileno(), 1):
             pass
         node.stop()
         threading.Event().wait(GRACE_SECONDS)
@@ -81,8 +82,11 @@ def main(report_fd: int) -> int:
 
 
 def _report(fd: int, report: Report) -> None:
-    with os.fdopen(fd, "wb") as pipe:
-        pipe.write(msgspec.msgpack.encode(report))
+    try:
+        with os.fdopen(fd, "wb") as pipe:
+            pipe.write(msgspec.msgpack.encode(report))
+    except BrokenPipeError:
+        log.debug("the parent no longer waits for the report")  # its input ends next
 
 
 if __name__ == "__main__":

@@ -169,11 +169,10 @@ class RowTable:
     def batch(self, plan: StepPlan) -> Batch:
         rows = [self._rows[request] for request in plan.rows]
         tokens: list[int] = []
-        for row, start, count in zip(rows, plan.starts, plan.counts):
+        for row, start, count in zip(rows, plan.starts, plan.counts, strict=True):
             at = start - row.start
-            assert 0 <= at and at + count <= len(row.tokens), (
-                f"request {row.request}: unknown tokens"
-            )
+            known = at >= 0 and at + count <= len(row.tokens)
+            assert known, f"request {row.request}: tokens of position {start} are not known"
             tokens.extend(row.tokens[at : at + count])
         starts = np.asarray(plan.starts, np.int64)
         counts = np.asarray(plan.counts, np.int64)

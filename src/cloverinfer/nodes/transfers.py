@@ -1,8 +1,8 @@
 """Both ends of a KV transfer: the prefill node's puts, and the receiver's proof that all arrived.
 
-A transfer is promised by the scheduler (``ExpectTransfer``), announced chunk by chunk by the prefill
-node (``KVChunk``) and proven by notices: one per layer and chunk. Only when every layer has had
-every promised block once is it whole; anything else never makes a request decodable.
+A transfer is promised by the scheduler (``ExpectTransfer``), announced chunk by chunk by the
+prefill node (``KVChunk``) and proven by notices: one per layer and chunk. Only when every layer
+has had every promised block once is it whole; anything else never makes a request decodable.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Starts nodes, drives the scheduler, and gives users an engine: ``LLM``, ``AsyncLLM``, ``GlobalScheduler``."""
+"""Starts nodes, drives the scheduler, and gives users ``LLM``, ``AsyncLLM`` and the actor."""

@@ -25,7 +25,6 @@ from ..scheduler import Scheduler, StepRecord, TokenEvent
 from ..wire.messages import (
     AttentionDone,
     Message,
-    Shutdown,
     StepDone,
     StepFailed,
     TransferDone,
@@ -38,6 +37,8 @@ from .reports import NodeReports
 from .text import TextStream
 
 log = logging.getLogger(__name__)
+SETTLE_SECONDS = 2.0
+"""How long ``close`` waits for steps in flight."""
 IDLE_SECONDS = 0.5
 """How long the loop may sleep; deadlines and wake-ups make it shorter."""
 
@@ -206,7 +207,22 @@ class Engine:
         self._drain_commands(self.clock())
         for live in self._live.values():
             live.sink(EngineClosedError(reason))
+        if self.failure is None:
+            self._settle()
         self._live.clear()
+
+    def _settle(self) -> None:
+        """Lets steps in flight end, so that no node loses the others in the middle of one."""
+        for number in self._live:
+            self._scheduler.abort(number, self.clock())
+        deadline = self.clock() + SETTLE_SECONDS
+        while self._scheduler.in_flight and self.clock() < deadline:
+            for _, data in self.cluster.poll(deadline - self.clock()):
+                message = decode(data) if data else None
+                if isinstance(message, StepDone):
+                    self._scheduler.on_step_done(message, self.clock())
+                elif isinstance(message, StepFailed):
+                    self._scheduler.on_step_failed(message, self.clock())
 
     def _turn(self) -> None:
         now = self.clock()

@@ -19,7 +19,7 @@ _FIELDS = set(SamplingParams.__struct_fields__)
 
 @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1000)
 class GlobalScheduler:
-    """``GlobalScheduler.remote(ClusterConfig(...), ModelConfig(...))``; then ``initialize_cluster``.
+    """``GlobalScheduler.remote(ClusterConfig(...), ModelConfig(...))``, to be initialized next.
 
     Requests are raw completions, greedy unless a temperature is given.
     """
@@ -53,7 +53,7 @@ class GlobalScheduler:
     async def stream_request(
         self, prompt: str | list[int], **sampling: Any
     ) -> AsyncIterator[dict[str, Any]]:
-        """Chunks as dicts (``text``, ``token_ids``, and on the last ``finish_reason``, ``metrics``):
+        """Chunks as dicts: ``text``, ``token_ids``, and on the last ``finish_reason``, ``metrics``;
         ``for ref in scheduler.stream_request.remote(...): ray.get(ref)``."""
         async for chunk in self._stream(prompt, sampling):
             yield {
@@ -88,7 +88,7 @@ class GlobalScheduler:
 
 
 def sampling_from(fields: dict[str, Any]) -> SamplingParams:
-    """``SamplingParams`` from keywords, ``max_new_tokens`` being ``max_tokens``; greedy by default."""
+    """From keywords, ``max_new_tokens`` being ``max_tokens``; greedy by default."""
     given = {"temperature": 0.0} | fields
     if "max_new_tokens" in given:
         given["max_tokens"] = given.pop("max_new_tokens")

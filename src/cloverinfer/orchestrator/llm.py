@@ -7,7 +7,7 @@ import atexit
 import functools
 import queue
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class Completion:
 
 
 class AsyncLLM:
-    """A running cluster. Usable from any thread and any event loop; ``close`` it, or use ``with``."""
+    """A running cluster, usable from any thread and event loop; ``close`` it, or use ``with``."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class AsyncLLM:
 
     async def stream(
         self, prompt: str | list[int], sampling: SamplingParams, request_id: str | None = None
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """Chunks as they come, the last with ``finish_reason`` and metrics.
 
         Raises ``RequestError``, ``QueueFullError`` or ``EngineClosedError``. Closing the generator
@@ -99,7 +99,9 @@ class AsyncLLM:
             if not over:
                 self._engine.abort(name)
 
-    def stream_sync(self, prompt: str | list[int], sampling: SamplingParams) -> Iterator[Chunk]:
+    def stream_sync(
+        self, prompt: str | list[int], sampling: SamplingParams
+    ) -> Generator[Chunk, None, None]:
         """``stream`` for scripts without an event loop."""
         arrived: queue.SimpleQueue[Chunk | CloverError] = queue.SimpleQueue()
         name = self._engine.submit(prompt, sampling, arrived.put)
@@ -236,7 +238,8 @@ class _Batch:
 
 def _completion(chunks: Sequence[Chunk]) -> Completion:
     last = chunks[-1]
-    assert last.finish_reason is not None and last.metrics is not None
+    assert last.finish_reason is not None
+    assert last.metrics is not None
     return Completion(
         "".join(chunk.text for chunk in chunks),
         [token for chunk in chunks for token in chunk.token_ids],

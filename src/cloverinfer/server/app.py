@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import AsyncGenerator
-from typing import Any, cast
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -131,10 +131,7 @@ class Api:
         if self.engine.failure is not None:
             raise EngineClosedError(self.engine.failure)
         streams = [
-            cast(
-                "AsyncGenerator[Chunk, None]",
-                self.engine.stream(prompt, sampling, f"{job.form.id}-{index}"),
-            )
+            self.engine.stream(prompt, sampling, f"{job.form.id}-{index}")
             for index, prompt in enumerate(job.prompts)
         ]
         chunks = fan_in(request.receive, streams)

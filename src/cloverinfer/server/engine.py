@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 from ..core.sampling import SamplingParams
@@ -45,7 +45,7 @@ class Engine(Protocol):
 
     def stream(
         self, prompt: str | list[int], sampling: SamplingParams, request_id: str | None = None
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """An async generator, so that it can be closed."""
 
     def close(self) -> None: ...

@@ -46,7 +46,7 @@ class Join(msgspec.Struct, array_like=True):
     start: int
     """Position of ``tokens[0]``: the KV cache of what lies before it exists."""
     blocks: list[int]
-    """The request's blocks in the pool that this node attends over; empty on a dense node of pda."""
+    """The request's blocks in this node's pool; empty on a dense node of pda."""
     sampling: Sampling
     home: str = ""
     """Name of the attention node that holds its KV cache (pda dense nodes)."""

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 from ...core.errors import NodeStartError
 from ...nodes.base import Node
@@ -54,7 +55,7 @@ class LocalExecutor(Executor):
             infos[name] = report
         return [infos[config.name] for config in configs]
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, reason: str) -> NoReturn:
         self.stop()
         raise NodeStartError(reason)
 

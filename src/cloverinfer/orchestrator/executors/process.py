@@ -49,7 +49,7 @@ class ProcessExecutor(Executor):
             for config in configs:
                 self._children.append(self._spawn(config))
             progress(f"starting {', '.join(config.name for config in configs)} (processes)")
-            infos = [info for info in self._reports(deadline, timeout)]
+            infos = self._reports(deadline, timeout)
         except BaseException:
             self.stop()
             raise
@@ -69,7 +69,7 @@ class ProcessExecutor(Executor):
                 stdout=sys.stderr,
                 pass_fds=(writing,),
                 env=env,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which ends them in order
+                start_new_session=True,  # Ctrl-C reaches this process alone, which ends its nodes
             )
         finally:
             os.close(writing)

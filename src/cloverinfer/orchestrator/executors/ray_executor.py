@@ -1,18 +1,22 @@
 """Nodes as Ray actors. They are placed on this process's Ray node, since the transports that exist
-so far connect processes of one host. ``max_restarts=0``: the orchestrator alone restarts."""
+so far connect processes of one host. ``max_restarts=0``: the orchestrator alone restarts.
+
+Results are awaited as futures and never by ``ray.get``, which an async actor (``GlobalScheduler``)
+must not call.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...core.errors import NodeStartError
@@ -24,7 +28,6 @@ from .base import STOP_SECONDS, Executor, OnDeath, Progress
 from .process import SPIN_COUNT
 
 log = logging.getLogger(__name__)
-WATCH_SECONDS = 1.0
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=3)
@@ -34,9 +37,6 @@ class NodeActor:
     def __init__(self, config: bytes) -> None:
         self._config = msgspec.msgpack.decode(config, type=NodeConfig)
         self._node: Any = None
-
-    def pid(self) -> int:
-        return os.getpid()
 
     def start(self) -> tuple[bytes, str]:
         """The node's info; or nothing, and why it could not start."""
@@ -59,12 +59,10 @@ class NodeActor:
 
 class RayExecutor(Executor):
     def __init__(self) -> None:
-        self._actors: list[Any] = []
-        self._names: list[str] = []
+        self._actors: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
-        self._runs: list[Any] = []
+        self._runs: list[Future[None]] = []
         self._stopping = threading.Event()
-        self._watcher: threading.Thread | None = None
         self._owns_ray = False
 
     def start(
@@ -74,23 +72,21 @@ class RayExecutor(Executor):
         try:
             self._connect(progress)
             progress(f"starting {', '.join(config.name for config in configs)} (Ray actors)")
-            here = NodeAffinitySchedulingStrategy(
-                ray.get_runtime_context().get_node_id(), soft=False
+            here = ray.get_runtime_context().get_node_id()
+            options = NodeActor.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+                runtime_env={"env_vars": {"GOMP_SPINCOUNT": SPIN_COUNT}},
             )
-            env = {"env_vars": {"GOMP_SPINCOUNT": SPIN_COUNT}}
             for config in configs:
-                options = NodeActor.options(scheduling_strategy=here, runtime_env=env)
-                self._actors.append(options.remote(msgspec.msgpack.encode(config)))
-                self._names.append(config.name)
+                self._actors[config.name] = options.remote(msgspec.msgpack.encode(config))
             infos = self._await_starts(deadline, timeout)
         except BaseException:
             self.stop()
             raise
-        self._runs = [actor.run.remote() for actor in self._actors]
-        self._watcher = threading.Thread(
-            target=self._watch, args=(on_death,), name="watch-actors", daemon=True
-        )
-        self._watcher.start()
+        for name, actor in self._actors.items():
+            run = actor.run.remote().future()
+            run.add_done_callback(lambda run, name=name: self._on_end(name, run, on_death))
+            self._runs.append(run)
         return infos
 
     def _connect(self, progress: Progress) -> None:
@@ -102,53 +98,39 @@ class RayExecutor(Executor):
             num_cpus=usable_cores(),
             include_dashboard=False,
             log_to_driver=False,
-            logging_level=logging.WARNING,
+            logging_level=logging.ERROR,
         )
         self._owns_ray = True
 
     def _await_starts(self, deadline: float, timeout: float) -> list[NodeInfo]:
         """Infos in order; raises as soon as one node reports that it cannot start."""
         infos: dict[str, NodeInfo] = {}
-        pending = {actor.start.remote(): name for actor, name in zip(self._actors, self._names)}
-        while pending:
+        starts = {actor.start.remote().future(): name for name, actor in self._actors.items()}
+        while starts:
             left = max(0.0, deadline - time.monotonic())
-            ready, _ = ray.wait(list(pending), timeout=left)
+            ready, _ = wait(starts, left, return_when=FIRST_COMPLETED)
             if not ready:
-                late = ", ".join(pending.values())
+                late = ", ".join(starts.values())
                 raise NodeStartError(f"{late} did not start within {timeout:g} s")
-            name = pending.pop(ready[0])
-            try:
-                data, reason = ray.get(ready[0])
-            except RayError as problem:
-                raise NodeStartError(f"{name} could not start: {problem}") from problem
-            if reason:
-                raise NodeStartError(f"{name} could not start: {reason}")
-            infos[name] = msgspec.msgpack.decode(data, type=NodeInfo)
-            self._pids[name] = infos[name].pid
-        return [infos[name] for name in self._names]
+            for future in ready:
+                name = starts.pop(future)
+                infos[name] = _info_of(name, future)
+                self._pids[name] = infos[name].pid
+        return [infos[name] for name in self._actors]
 
-    def _watch(self, on_death: OnDeath) -> None:
+    def _on_end(self, name: str, run: Future[None], on_death: OnDeath) -> None:
         """A run that ends, well or not, is a death unless we are stopping."""
-        pending = dict(zip(self._runs, self._names))
-        while pending and not self._stopping.is_set():
-            ready, _ = ray.wait(list(pending), timeout=WATCH_SECONDS)
-            for run in ready:
-                name = pending.pop(run)
-                reason = "its loop ended"
-                try:
-                    ray.get(run)
-                except RayError as problem:
-                    reason = str(problem).strip().splitlines()[0]
-                remove_leftovers(self._pids[name])
-                if not self._stopping.is_set():
-                    on_death(name, reason)
+        if self._stopping.is_set():
+            return
+        problem = run.exception()
+        reason = str(problem).strip().splitlines()[0] if problem else "its loop ended"
+        remove_leftovers(self._pids[name])
+        on_death(name, reason)
 
     def stop(self) -> None:
         if self._stopping.is_set():
             return
         self._stopping.set()
-        if self._watcher is not None:
-            self._watcher.join(WATCH_SECONDS + STOP_SECONDS)
         try:
             self._stop_actors()
         finally:
@@ -158,13 +140,20 @@ class RayExecutor(Executor):
             remove_leftovers(pid)
 
     def _stop_actors(self) -> None:
-        try:
-            ray.get([actor.stop.remote() for actor in self._actors], timeout=STOP_SECONDS)
-            ray.wait(
-                self._runs, num_returns=len(self._runs), timeout=STOP_SECONDS
-            ) if self._runs else None
-        except (RayError, GetTimeoutError) as problem:
-            log.warning("an actor did not end in order: %s", problem)
-        for actor in self._actors:
+        stops = [actor.stop.remote().future() for actor in self._actors.values()]
+        _, late = wait([*stops, *self._runs], STOP_SECONDS)
+        if late:
+            log.warning("some actors did not end within %g s: killed", STOP_SECONDS)
+        for actor in self._actors.values():
             ray.kill(actor)
         self._actors.clear()
+
+
+def _info_of(name: str, start: Future[tuple[bytes, str]]) -> NodeInfo:
+    try:
+        data, reason = start.result(timeout=0)
+    except RayError as problem:
+        raise NodeStartError(f"{name} could not start: {problem}") from problem
+    if reason:
+        raise NodeStartError(f"{name} could not start: {reason}")
+    return msgspec.msgpack.decode(data, type=NodeInfo)
