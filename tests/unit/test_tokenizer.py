@@ -1,0 +1,177 @@
+"""Tokenizers of Hugging Face folders, chat templates, and text that arrives token by token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from cloverinfer.core.errors import ModelError, RequestError
+from cloverinfer.models import IncrementalDetokenizer, Tokenizer
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """The 256 bytes, two merges and two special tokens."""
+    vocab = {token: i for i, token in enumerate([*ALPHABET, "he", "ll"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("h", "e"), ("l", "l")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    return backend
+
+
+def sentence_pieces() -> tokenizers.Tokenizer:
+    """Llama 2's way: a mark for spaces, bytes as tokens, the first space stripped."""
+    words = [
+        "<unk>",
+        *(f"<0x{b:02X}>" for b in range(256)),
+        "\u2581",
+        "\u2581the",
+        "a",
+        "b",
+        "\u2581a",
+    ]
+    model = models.BPE(
+        vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True
+    )
+    backend = tokenizers.Tokenizer(model)
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens(["<s>"])
+    return backend
+
+
+KINDS = {"bytes": Tokenizer(byte_level()), "pieces": Tokenizer(sentence_pieces())}
+
+
+def pieces_of(tokenizer: Tokenizer, ids: list[int], step: int = 1) -> list[str]:
+    stream = IncrementalDetokenizer(tokenizer)
+    pieces = [stream.add(ids[i : i + step]) for i in range(0, len(ids), step)]
+    return [*pieces, stream.flush()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_pieces_join_to_the_whole(kind: str, data: st.DataObject) -> None:
+    tokenizer = KINDS[kind]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=60))
+    step = data.draw(st.integers(1, 4))
+    assert "".join(pieces_of(tokenizer, ids, step)) == tokenizer.decode(ids)
+
+
+@given(text=st.text(max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_text_comes_back_and_never_in_half_characters(text: str) -> None:
+    tokenizer = KINDS["bytes"]
+    ids = tokenizer.encode(text)
+    pieces = pieces_of(tokenizer, ids)
+    assert "".join(pieces) == text
+    if "\ufffd" not in text:
+        assert all("\ufffd" not in piece for piece in pieces)
+        assert pieces[-1] == ""
+
+
+def test_complete_characters_are_not_held_back() -> None:
+    tokenizer = KINDS["bytes"]
+    assert pieces_of(tokenizer, tokenizer.encode("hi é!"))[:6] == ["h", "i", " ", "", "é", "!"]
+
+
+def test_the_cost_per_token_is_bounded() -> None:
+    class Counting:
+        decoded = 0
+
+        def is_byte(self, token_id: int) -> bool:
+            return False
+
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            self.decoded += len(ids)
+            return KINDS["bytes"].decode(ids)
+
+    broken = KINDS["bytes"].encode("é")[1]  # a byte that begins no character
+    for ids in ([5] * 4000, [broken] * 4000):
+        counting = Counting()
+        stream = IncrementalDetokenizer(counting)  # type: ignore[arg-type]
+        text = "".join(stream.add([token]) for token in ids) + stream.flush()
+        assert text == KINDS["bytes"].decode(ids)
+        assert counting.decoded < 20 * len(ids)
+
+
+def save(folder: Path, **config: Any) -> Path:
+    byte_level().save(str(folder / "tokenizer.json"))
+    base = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(base | config))
+    return folder
+
+
+def test_a_folder_gives_ids_and_ends(tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.eos_token_ids == (1, 2, 259)
+    assert tokenizer.vocab_size == 260
+    assert tokenizer.id_to_token(256) == "he"
+    assert tokenizer.id_to_token(9999) is None
+    assert tokenizer.decode(tokenizer.encode("hello</s>")) == "hello"
+    assert not tokenizer.has_chat_template
+    with pytest.raises(RequestError, match="no chat template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+TEMPLATE = """{{ bos_token }}
+{% for message in messages %}
+    {% if loop.index > 3 %}{% break %}{% endif %}
+    {% if message['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}
+{{ message | tojson }}{{ eos_token }}
+{% endfor %}
+{% if add_generation_prompt %}go{% endif %}"""
+
+
+@pytest.mark.parametrize("place", ["config", "named", "jinja"])
+def test_templates_render_as_in_transformers(place: str, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    named = [{"name": "other", "template": "no"}, {"name": "default", "template": TEMPLATE}]
+    template = {"config": TEMPLATE, "named": named}.get(place)
+    save(tmp_path, **({"chat_template": template} if template else {}))
+    if place == "jinja":
+        (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level(), bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
+    )
+    messages = [{"role": "user", "content": "<é & 'x'>"}, {"role": "assistant", "content": "b"}]
+    ours = Tokenizer.from_folder(tmp_path)
+    for prompt in (True, False):
+        expected = theirs.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=prompt
+        )
+        assert ours.apply_chat_template(messages, add_generation_prompt=prompt) == expected
+    with pytest.raises(RequestError, match="no tools"):
+        ours.apply_chat_template([{"role": "tool", "content": ""}])
+
+
+def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:
+    save(tmp_path, chat_template="{{ messages.__class__.__mro__ }}")
+    with pytest.raises(RequestError, match="unsafe"):
+        Tokenizer.from_folder(tmp_path).apply_chat_template([])
+
+
+def test_damaged_tokenizers_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
