@@ -190,6 +190,7 @@ def test_a_dead_node_fails_its_requests_and_hangs_nobody(model):
         chunks = list(stream)
         assert chunks[-1].finish_reason == "error"
         assert "attention-0" in chunks[-1].error
+        wait_until(lambda: llm.engine.failure is not None)
         assert "attention-0" in llm.engine.failure
         with pytest.raises(EngineClosedError, match="attention-0"):
             llm.generate([[1, 2]], GREEDY)
@@ -203,10 +204,15 @@ def test_with_another_of_its_role_a_dead_node_is_done_without(model):
     ) as llm:
         rows = {row["name"]: row for row in llm.engine.nodes()}
         os.kill(rows["attention-0"]["pid"], signal.SIGKILL)
-        deadline = time.monotonic() + 10
-        while llm.engine.nodes()[2]["alive"] and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: not all(row["alive"] for row in llm.engine.nodes()))
         assert len(llm.generate([[1, 2], [3]], GREEDY)[1].token_ids) == 8
+
+
+def wait_until(true, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def alive(pid):
@@ -255,3 +261,24 @@ def test_colocated_and_pda_agree_bit_for_bit(model, monkeypatch):
     one, other = logits_of("colocated"), logits_of("pda")
     assert len(one) == len(other) == 30
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_failing_attention_node_fails_its_requests_and_serves_on(model, monkeypatch):
+    """One layer of one step raises on an attention node; whoever was in that step is told."""
+    from cloverinfer.attention.cpu import CpuAttention
+
+    whole, calls = CpuAttention.attend, []
+
+    def attend(self, layer, *args):
+        calls.append(layer)
+        if len(calls) == 7:
+            raise MemoryError("out of memory, says the test")
+        return whole(self, layer, *args)
+
+    with LLM(model, topology="pda", num_attention_nodes=2, num_blocks=64) as llm:
+        monkeypatch.setattr(CpuAttention, "attend", attend)
+        with pytest.raises(CloverError, match="out of memory, says the test"):
+            llm.generate([[1, 2, 3], [4, 5]], GREEDY)
+        monkeypatch.undo()
+        assert len(llm.generate([[1, 2]], GREEDY)[0].token_ids) == 8
+        check_idle(llm)

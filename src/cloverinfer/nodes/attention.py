@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ..core.errors import TransportError
 from ..kvcache.layout import PoolLayout
 from ..models import ResolvedModel
 from ..transport import Endpoint, Peer, Ranges, RegionRef
@@ -21,8 +22,10 @@ from ..wire.messages import (
     AttentionPlan,
     CancelTransfer,
     ExpectTransfer,
+    HopFailed,
     KVChunk,
     Message,
+    encode,
 )
 from ..wire.notices import STEP_MASK, HopNotice, pack_hop, unpack
 from .base import Node
@@ -226,20 +229,13 @@ class AttentionNode(Node):
         )
 
     def _fail(self, plan: AttentionPlan, problem: Exception) -> None:
-        self.report(
-            AttentionDone(
-                self.config.name,
-                plan.source,
-                plan.lane,
-                plan.step,
-                0,
-                len(plan.rows),
-                0.0,
-                0,
-                0,
-                describe(problem),
-            )
-        )
+        """Tells the dense node, which ends the step once no other attention node works on it."""
+        error = f"{self.config.name}: {describe(problem)}"
+        failed = encode(HopFailed(plan.lane, plan.step, error))
+        try:
+            self.endpoint.send(self.link(plan.source), failed)
+        except TransportError as gone:
+            log.warning("%s: %s cannot be told: %s", self.config.name, plan.source, gone)
 
     # -- the reference path: one layer by a plain call
 

@@ -20,7 +20,7 @@ from ..models import ResolvedModel, load_half
 from ..models.base import Carry
 from ..models.sampling import sample
 from ..transport import Endpoint, Peer, Ranges, RegionRef
-from ..wire.messages import Message, Sampling, StepDone, StepFailed, StepPlan, StepStats
+from ..wire.messages import HopFailed, Message, Sampling, StepDone, StepFailed, StepPlan, StepStats
 from ..wire.notices import STEP_MASK, HopNotice, pack_hop, unpack
 from .base import Node
 from .config import NodeConfig
@@ -55,6 +55,8 @@ class _Lane:
     carry: Carry | None = None
     waiting: set[str] = field(default_factory=set)
     """Attention nodes that have not answered for ``layer``."""
+    error: str = ""
+    """Why the step cannot be finished."""
 
 
 class DecodeDenseNode(Node):
@@ -120,6 +122,11 @@ class DecodeDenseNode(Node):
     def on_message(self, peer: Peer, message: Message) -> None:
         if isinstance(message, StepPlan):
             self._begin(message)
+        elif isinstance(message, HopFailed):
+            lane = self._lanes.get(message.lane)
+            if lane is not None and lane.plan.step == message.step:
+                lane.error = message.error
+                self._answered(lane, self.name_of(peer))
         else:
             log.warning("%s: dropped a %s", self.config.name, type(message).__name__)
 
@@ -138,6 +145,10 @@ class DecodeDenseNode(Node):
             log.warning("%s: dropped a stale notice from %s", self.config.name, peer.address)
             return
         assert lane is not None
+        self._answered(lane, home)
+
+    def _answered(self, lane: _Lane, home: str) -> None:
+        """A step with an error ends here, once no attention node works on it any more."""
         lane.waiting.discard(home)
         if not lane.waiting:
             self._guard(lane, self._resume)
@@ -191,6 +202,8 @@ class DecodeDenseNode(Node):
 
     @torch.inference_mode()
     def _resume(self, lane: _Lane) -> None:
+        if lane.error:
+            raise TransportError(lane.error)
         attn_out = self._gather(lane)
         lane.layer += 1
         if lane.layer < self.half.num_layers:
@@ -215,19 +228,26 @@ class DecodeDenseNode(Node):
         self._hop(lane)
 
     def _hop(self, lane: _Lane) -> None:
-        stats, plan = lane.stats, lane.plan
         lane.waiting = {segment.home for segment in lane.segments}
-        stats.barriers += 1
+        lane.stats.barriers += 1
         for segment in lane.segments:
-            ticket = self.endpoint.put(
-                self._ranges[segment.home][plan.lane],
-                segment.index,
-                pack_hop(plan.lane, plan.step, lane.layer),
-            )
-            if ticket.error is not None:
-                raise ticket.error
-            stats.attention_calls += 1
-            stats.bytes_out += segment.count * self._out.row_bytes
+            try:
+                self._put(lane, segment)
+            except TransportError as problem:
+                lane.error = f"{segment.home}: {problem}"
+                self._answered(lane, segment.home)
+
+    def _put(self, lane: _Lane, segment: _Segment) -> None:
+        stats, plan = lane.stats, lane.plan
+        ticket = self.endpoint.put(
+            self._ranges[segment.home][plan.lane],
+            segment.index,
+            pack_hop(plan.lane, plan.step, lane.layer),
+        )
+        if ticket.error is not None:
+            raise ticket.error
+        stats.attention_calls += 1
+        stats.bytes_out += segment.count * self._out.row_bytes
 
     def _gather(self, lane: _Lane) -> torch.Tensor:
         """The attention output of the lane's layer, rows in plan order."""

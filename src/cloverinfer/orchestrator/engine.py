@@ -261,7 +261,7 @@ class Engine:
         log.error("node %s is gone: %s", name, reason)
         self._reports.dead(name, reason)
         self._scheduler.on_node_died(name, reason, now)
-        if self._scheduler.missing_roles:
+        if self._scheduler.dead_roles:
             self.failure = f"{name}: {reason}"
 
     def _admit(self, live: _Live, now: float) -> None:
@@ -303,11 +303,6 @@ class Engine:
 
     def _on_attention(self, done: AttentionDone, now: float) -> None:
         self._reports.attention(done)
-        if done.error:
-            error = f"{done.node}: {done.error}"
-            failed = StepFailed(done.source, done.lane, done.step, error)
-            self._scheduler.on_step_failed(failed, now)
-            return
         self._stats.add_attention(now, done)
 
     def _record_step(self, done: StepDone, now: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..core.request import RequestState
 from ..wire.messages import AttentionJoin, AttentionPlan, Join, Push, Sampling, StepPlan
-from .records import StepRecord
+from .records import DENSE_ROLES, StepRecord
 from .state import Flight, Lane, Node, Row, Seat, State
 
 
@@ -47,7 +47,7 @@ class PlanWriter:
             lane=lane.index,
             step=step,
             batch=len(rows),
-            decode_rows=sum(row.samples and row.count == 1 and row.start > 0 for row in rows),
+            decode_rows=sum(map(_decodes, rows)) if node.role in DENSE_ROLES else 0,
             tokens=sum(row.count for row in rows),
             joins=len(joins),
             leaves=len(leaves),
@@ -134,3 +134,8 @@ def _push(seat: Seat, home: Node) -> Push:
 def _waited(lane: Lane, now: float) -> float:
     """Since when rows to decode have stood still; a step of prefills alone waited for nothing."""
     return 0.0 if lane.idle_since is None else now - lane.idle_since
+
+
+def _decodes(row: Row) -> bool:
+    """The row computes the one token that was sampled last."""
+    return row.count == 1 and bool(row.seat.request.output_token_ids)

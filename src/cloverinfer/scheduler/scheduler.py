@@ -123,9 +123,9 @@ class Scheduler:
         return bool(self._state.seats or self._state.outbox)
 
     @property
-    def missing_roles(self) -> list[str]:
-        """Roles that no node fills any more; nothing can be served while there are any."""
-        return self._state.missing_roles()
+    def dead_roles(self) -> list[str]:
+        """Roles whose nodes have all died: nothing can be served any more."""
+        return self._state.dead_roles()
 
     @property
     def in_flight(self) -> bool:

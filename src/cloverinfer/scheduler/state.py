@@ -201,6 +201,11 @@ class State:
         have = {node.role for node in self.nodes.values() if node.usable}
         return sorted(wanted - have)
 
+    def dead_roles(self) -> list[str]:
+        """Roles that no node is alive for."""
+        nodes = self.nodes.values()
+        return sorted({node.role for node in nodes} - {node.role for node in nodes if node.alive})
+
     def blocks_for(self, num_tokens: int) -> int:
         return blocks_for(num_tokens, self.block_size)
 

@@ -195,8 +195,14 @@ class AttentionDone(msgspec.Struct, array_like=True, tag="attended"):
     """In append and attend."""
     bytes_in: int
     bytes_out: int
-    error: str = ""
-    """Set when the step could not be attended; the dense node's step will not finish."""
+
+
+class HopFailed(msgspec.Struct, array_like=True, tag="hop failed"):
+    """From attention node to dense node, instead of a notice: the step cannot be attended."""
+
+    lane: int
+    step: int
+    error: str
 
 
 class PeerInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -263,6 +269,7 @@ Message = Union[
     StepDone,
     StepFailed,
     AttentionDone,
+    HopFailed,
     Meet,
     Met,
     Shutdown,
