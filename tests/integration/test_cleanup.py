@@ -81,7 +81,7 @@ def test_nothing_is_left_of_a_script_that_is_ended(model, executor, end):
             [
                 sys.executable,
                 "-c",
-                "from cloverinfer.transport.shm import remove_leftovers as r; r()",
+                "from cloverinfer.transport import shm; shm.remove_leftovers()",
             ],
             check=True,
         )
@@ -103,7 +103,7 @@ def test_an_interrupted_start_leaves_nothing(model):
             time.sleep(0.02)
         time.sleep(1.0)
         script.send_signal(signal.SIGINT)
-        output, errors = script.communicate(timeout=60)
+        _, errors = script.communicate(timeout=60)
     finally:
         script.kill()
     assert children

@@ -21,7 +21,13 @@ from tests.transport_kit import PATIENCE, array, collect, offsets, rows, segment
 from cloverinfer import _native
 from cloverinfer.core.errors import DeadlineError, TransportError
 from cloverinfer.transport import Peer, RegionRef, Slices, _shm_link, shm
-from cloverinfer.transport._shm_files import names, start_time
+from cloverinfer.transport._shm_files import (
+    create_segment,
+    names,
+    new_prefix,
+    start_time,
+    unlink,
+)
 from cloverinfer.transport.shm import ShmEndpoint, ShmPeer, remove_leftovers
 
 CHILD = Path(__file__).parents[1] / "transport_child.py"
@@ -148,6 +154,21 @@ def test_peer_killed_while_a_sender_waits_for_room(
     killer = subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {child.process.pid}"])
     fails_in_time(ours, child)
     killer.wait()
+
+
+def test_remove_leftovers_spares_other_pid_namespaces() -> None:
+    dead = 2**22 + 1  # beyond the largest pid
+    foreign = create_name(f"cloverinfer-{dead}-{0:08x}abc-g1")
+    own = create_name(f"{new_prefix()}-g1".replace(f"-{os.getpid()}-", f"-{dead}-"))
+    try:
+        assert remove_leftovers(dead) == [own]
+    finally:
+        unlink(foreign)
+
+
+def create_name(name: str) -> str:
+    create_segment(name, 1).close()
+    return name
 
 
 def test_remove_leftovers_spares_the_living(ours: ShmEndpoint, children: list[Child]) -> None:

@@ -191,7 +191,10 @@ def open_weights(folder: Path, load_format: str) -> WeightSource:
 
     auto takes safetensors where there are any. ``ModelError`` says which files were looked for.
     """
-    kinds = {"safetensors": (SAFETENSORS, SafetensorsSource), "pt": (PICKLED, PickledSource)}
+    kinds: dict[str, tuple[str, type[SafetensorsSource] | type[PickledSource]]] = {
+        "safetensors": (SAFETENSORS, SafetensorsSource),
+        "pt": (PICKLED, PickledSource),
+    }
     tried = list(kinds) if load_format == "auto" else [load_format]
     for kind in tried:
         name, source = kinds[kind]

@@ -11,6 +11,7 @@ from ..core.errors import ModelError, NodeStartError, TransportError
 from ..models import ResolvedModel, Tokenizer, load_tokenizer, resolve_model
 from ..scheduler import SchedNode
 from ..transport import Endpoint, Peer, create_endpoint
+from ..transport.shm import remove_leftovers
 from ..wire.messages import Meet, Met, NodeInfo, Shutdown, decode, encode
 from .executors import Executor, OnDeath, create_executor
 from .layout import node_configs, transport_of
@@ -57,6 +58,7 @@ class Cluster:
         cluster = self.config
         deadline = time.monotonic() + cluster.start_timeout
         configs = node_configs(cluster, model)
+        remove_leftovers()  # of engines that were killed
         self.infos = self._executor.start(
             configs,
             cluster.start_timeout,

@@ -1,7 +1,7 @@
 """Segments under /dev/shm: making, mapping, unlinking them, and telling whose owner is dead.
 
-Names are ``cloverinfer-<pid>-<random>-<what>``: whoever finds one knows which process must live
-for it to be of use. What a segment holds is not known here.
+Names are ``cloverinfer-<pid>-<pid namespace><random>-<what>``: whoever finds one knows which
+process must live for it to be of use. What a segment holds is not known here.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ import secrets
 from ..core.errors import TransportError
 
 ROOT = "/dev/shm"
-_OWNED = re.compile(r"cloverinfer-(\d+)-[0-9a-f]+-\w+")
+_OWNED = re.compile(r"cloverinfer-(\d+)-([0-9a-f]{8})[0-9a-f]+-\w+")
 _STARTED, _STATE = 19, 0
 """Fields of /proc/<pid>/stat, counted from the one after the command."""
 
 
 def new_prefix() -> str:
     """What the names of one endpoint's segments begin with."""
-    return f"cloverinfer-{os.getpid()}-{secrets.token_hex(6)}"
+    return f"cloverinfer-{os.getpid()}-{_pid_namespace()}{secrets.token_hex(6)}"
+
+
+def _pid_namespace() -> str:
+    """Tells pids of this namespace from those of containers that share /dev/shm: 8 hex digits."""
+    return f"{os.stat('/proc/self/ns/pid').st_ino & 0xFFFFFFFF:08x}"
 
 
 def create_segment(name: str, nbytes: int) -> mmap.mmap:
@@ -103,13 +108,14 @@ def start_time(pid: int) -> int | None:
 def remove_leftovers(pid: int | None = None) -> list[str]:
     """Unlinks the segments of a dead process, or of all dead processes; returns their names.
 
-    A live process's segments are never touched. Liveness is read from /proc: call it only where
-    all that share /dev/shm share one pid namespace too.
+    A live process's segments are never touched, nor those of another pid namespace, whose
+    processes cannot be seen from here.
     """
     removed = []
+    here = _pid_namespace()
     for name in names("cloverinfer-"):
         owner = _OWNED.fullmatch(name)
-        if owner is None or (pid is not None and int(owner[1]) != pid):
+        if owner is None or owner[2] != here or (pid is not None and int(owner[1]) != pid):
             continue
         if start_time(int(owner[1])) is None and unlink(name):
             removed.append(name)
