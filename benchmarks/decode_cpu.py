@@ -14,12 +14,10 @@ import threading
 import time
 from typing import Any
 
-import torch
-
 from cloverinfer import LLM, ModelConfig, SamplingParams
-from cloverinfer.models import ResolvedModel, resolve_model
+from cloverinfer.models import resolve_model
 from common import Row, describe_run, finish, model_parser, read_bandwidth
-from peers import prompts, run_peer
+from peers import all_peers, prompts, run_peer
 
 PARTS = ("dense", "attention", "sample", "barrier")
 
@@ -107,43 +105,12 @@ def ours(args: argparse.Namespace, model: ModelConfig, topology: str) -> dict[in
         }
 
 
-def transformers_rate(
-    model: ResolvedModel, inputs: list[list[int]], tokens: int, threads: int
-) -> float:
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(threads)
-    peer = AutoModelForCausalLM.from_pretrained(
-        model.path, dtype=getattr(torch, model.dtype)
-    ).eval()
-    batch = torch.tensor(inputs)
-
-    def seconds(count: int) -> float:
-        started = time.perf_counter()
-        peer.generate(
-            batch,
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
-            attention_mask=torch.ones_like(batch),
-            pad_token_id=0,
-        )
-        return time.perf_counter() - started
-
-    seconds(4)
-    first = min(seconds(1) for _ in range(2))
-    return len(inputs) * (tokens - 1) / (seconds(tokens) - first)
-
-
 def peer_rates(args: argparse.Namespace, model: ModelConfig) -> dict[tuple[str, int], float]:
     resolved = resolve_model(model)
     rates: dict[tuple[str, int], float] = {}
     for batch in args.batches:
         inputs = prompts(resolved, batch, args.prompt_tokens)
-        rates["transformers", batch] = transformers_rate(
-            resolved, inputs, args.tokens, args.threads
-        )
-        for peer in args.peer:
+        for peer in all_peers(args.peer):
             name = peer.partition("=")[0]
             result = run_peer(peer, resolved, inputs, args.tokens, args.threads)
             rates[name, batch] = result["tokens_per_second"]

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 from cloverinfer.models import ResolvedModel, load_tokenizer
 
-SCRIPTS = {"vllm": "peer_vllm.py", "llama.cpp": "peer_llama_cpp.py"}
+SCRIPTS = {
+    "transformers": "peer_transformers.py",
+    "vllm": "peer_vllm.py",
+    "llama.cpp": "peer_llama_cpp.py",
+}
 
 
 def prompts(model: ResolvedModel, count: int, length: int) -> list[list[int]]:
@@ -17,6 +22,11 @@ def prompts(model: ResolvedModel, count: int, length: int) -> list[list[int]]:
     text = "The quick brown fox jumps over the lazy dog while seven wizards count the stars. "
     tokens = load_tokenizer(model).encode(text * (2 + (length + count) // 8))
     return [tokens[i : i + length] for i in range(count)]
+
+
+def all_peers(wanted: list[str]) -> list[str]:
+    """transformers, which this environment has, and what was asked for."""
+    return [f"transformers={sys.executable}", *wanted]
 
 
 def run_peer(

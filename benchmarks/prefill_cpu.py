@@ -8,14 +8,13 @@ over the measured peak.
 from __future__ import annotations
 
 import argparse
-import time
 
 import torch
 
 from cloverinfer import LLM, ModelConfig, SamplingParams
 from cloverinfer.models import ResolvedModel, resolve_model
 from common import Row, describe_run, finish, model_parser, peak_flops, read_bandwidth
-from peers import prompts, run_peer
+from peers import all_peers, prompts, run_peer
 
 ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
@@ -27,30 +26,6 @@ def ours(
     with LLM(model, topology=topology, threads=args.threads, enable_prefix_caching=False) as llm:
         llm.generate([inputs[0]], ONE)
         return min(llm.generate([prompt], ONE)[0].metrics["ttft"] for prompt in inputs)
-
-
-def transformers_seconds(model: ResolvedModel, inputs: list[list[int]], threads: int) -> float:
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(threads)
-    peer = AutoModelForCausalLM.from_pretrained(
-        model.path, dtype=getattr(torch, model.dtype)
-    ).eval()
-
-    def seconds(prompt: list[int]) -> float:
-        batch = torch.tensor([prompt])
-        started = time.perf_counter()
-        peer.generate(
-            batch,
-            max_new_tokens=1,
-            do_sample=False,
-            attention_mask=torch.ones_like(batch),
-            pad_token_id=0,
-        )
-        return time.perf_counter() - started
-
-    seconds(inputs[0])
-    return min(seconds(prompt) for prompt in inputs)
 
 
 def floor_seconds(model: ResolvedModel, weight_bytes: int, length: int, threads: int) -> float:
@@ -79,9 +54,9 @@ def main() -> None:
     for length in args.lengths:
         inputs = prompts(model, args.prompts, length)
         floor = length / floor_seconds(model, weight_bytes, length, args.threads)
-        peers = {"transformers": length / transformers_seconds(model, inputs, args.threads)}
-        for peer in args.peer:
-            result = run_peer(peer, model, inputs[:1], 2, args.threads)
+        peers = {}
+        for peer in all_peers(args.peer):
+            result = run_peer(peer, model, inputs[:1], 1, args.threads)
             peers[peer.partition("=")[0]] = result["prefill_tokens_per_second"]
         params = {"tokens": length, "dtype": model.dtype}
         for topology in ("colocated", "pd", "pda"):
