@@ -31,7 +31,7 @@ from ..wire.notices import STEP_MASK, HopNotice, pack_hop, unpack
 from .base import Node
 from .config import NodeConfig
 from .gate import Gate, OpenGate
-from .hop import HopBuffer, HopShape, row_index
+from .hop import HopBuffer, HopRows, HopShape, row_index
 from .local import describe, make_backend
 from .rows import BlockTables, apply_attention_rows, slots_of
 from .transfers import TransferReceiver
@@ -46,6 +46,8 @@ class _Step:
     """One wavefront's step on this node: its rows as tensors, its totals so far."""
 
     plan: AttentionPlan
+    there: HopRows
+    back: HopRows
     query_starts: torch.Tensor
     block_tables_rb: torch.Tensor
     lengths_r: torch.Tensor
@@ -159,27 +161,27 @@ class AttentionNode(Node):
     def _make_step(self, plan: AttentionPlan) -> _Step:
         lengths = np.asarray(plan.lengths, np.int32)
         tables = self.tables.gather(plan.rows, int(lengths.max()))
-        rows = np.arange(len(plan.rows))
+        count, source = len(plan.rows), self._sources[plan.source].index
+        rows = np.arange(count)
         slots = slots_of(tables, rows, lengths.astype(np.int64) - 1, self.config.cache.block_size)
         return _Step(
             plan=plan,
-            query_starts=torch.arange(len(plan.rows) + 1, dtype=torch.int32),
+            there=HopRows(self.shape, self._in_rows[source, plan.lane, :count]),
+            back=HopRows(self.shape, self._out_rows[source, plan.lane, :count]),
+            query_starts=torch.arange(count + 1, dtype=torch.int32),
             block_tables_rb=torch.from_numpy(tables),
             lengths_r=torch.from_numpy(lengths),
             slots_t=torch.from_numpy(slots),
-            index=row_index(0, 0, len(plan.rows)),
+            index=row_index(0, 0, count),
         )
 
     def _attend(self, key: LaneKey, step: _Step, layer: int) -> None:
         """Answers one hop; the boundary where a step's errors stop."""
         plan, source = step.plan, self._sources[key[0]]
-        count = len(plan.rows)
         try:
             with self.gate:
                 started = time.perf_counter()
-                q, k, v = self.shape.split(layer, self._in_rows[source.index, plan.lane, :count])
-                out = self.shape.output(layer, self._out_rows[source.index, plan.lane, :count])
-                self._append_and_attend(layer, step, q, k, v, out)
+                self._append_and_attend(layer, step)
                 step.seconds += time.perf_counter() - started
             step.calls += 1
             ticket = self.endpoint.put(
@@ -197,20 +199,13 @@ class AttentionNode(Node):
             self._report_step(step)
 
     @torch.inference_mode()
-    def _append_and_attend(
-        self,
-        layer: int,
-        step: _Step,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
+    def _append_and_attend(self, layer: int, step: _Step) -> None:
+        q, k, v = step.there.qkv(layer)
         self.backend.append(layer, k, v, step.slots_t)
         result, _ = self.backend.attend(
             layer, q, step.query_starts, step.block_tables_rb, step.lengths_r
         )
-        out.copy_(result)
+        step.back.output(layer).copy_(result)
 
     def _report_step(self, step: _Step) -> None:
         plan, count = step.plan, len(step.plan.rows)

@@ -26,7 +26,7 @@ from .base import Node
 from .config import NodeConfig
 from .forward import last_stage, sample_rows
 from .gate import Gate, OpenGate
-from .hop import HopBuffer, HopShape, row_index
+from .hop import HopBuffer, HopRows, HopShape, row_index
 from .rows import Batch, RowTable
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class _Segment:
     first: int
     count: int
     index: np.ndarray
+    back: HopRows
 
 
 @dataclass
@@ -48,6 +49,7 @@ class _Lane:
 
     plan: StepPlan
     batch: Batch
+    there: HopRows
     segments: list[_Segment]
     stats: StepStats
     started: float
@@ -160,7 +162,9 @@ class DecodeDenseNode(Node):
         try:
             self.rows.apply(plan)
             batch = self.rows.batch(plan)
-            lane = _Lane(plan, batch, self._segments(batch), StepStats(), time.perf_counter())
+            started = time.perf_counter()
+            there = HopRows(self.shape, self._out_rows[plan.lane, : len(batch.rows)])
+            lane = _Lane(plan, batch, there, self._segments(plan.lane, batch), StepStats(), started)
         except (AssertionError, KeyError) as problem:
             self._fail(plan, problem)
             return
@@ -187,11 +191,12 @@ class DecodeDenseNode(Node):
         reason = f"{type(problem).__name__}: {problem}"
         self.report(StepFailed(self.config.name, plan.lane, plan.step, reason))
 
-    def _segments(self, batch: Batch) -> list[_Segment]:
+    def _segments(self, lane: int, batch: Batch) -> list[_Segment]:
         segments, first = [], 0
         for home, rows in groupby(batch.rows, key=lambda row: row.home):
             count = len(list(rows))
-            segments.append(_Segment(home, first, count, row_index(first, 0, count)))
+            back = HopRows(self.shape, self._in_rows[self._homes[home], lane, :count])
+            segments.append(_Segment(home, first, count, row_index(first, 0, count), back))
             first += count
         assert len({s.home for s in segments}) == len(segments), "rows of one home are not adjacent"
         return segments
@@ -221,8 +226,7 @@ class DecodeDenseNode(Node):
             assert q is not None
             assert k is not None
             assert v is not None
-            rows = self._out_rows[lane.plan.lane, : len(batch.rows)]
-            for place, value in zip(self.shape.split(lane.layer, rows), (q, k, v), strict=True):
+            for place, value in zip(lane.there.qkv(lane.layer), (q, k, v), strict=True):
                 place.copy_(value)
             lane.stats.dense += time.perf_counter() - started
         self._hop(lane)
@@ -253,8 +257,7 @@ class DecodeDenseNode(Node):
         """The attention output of the lane's layer, rows in plan order."""
         parts = []
         for segment in lane.segments:
-            rows = self._in_rows[self._homes[segment.home], lane.plan.lane, : segment.count]
-            parts.append(self.shape.output(lane.layer, rows))
+            parts.append(segment.back.output(lane.layer))
             lane.stats.bytes_in += segment.count * self._in.row_bytes
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

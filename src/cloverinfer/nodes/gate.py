@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 
+from .openmp import release_workers
+
 
 class Gate:
     """A fair lock. ``threading.Lock`` is not: a prefill between two layers would keep it."""
@@ -35,6 +37,10 @@ class Gate:
             else:
                 self._held = False
 
+    def rest(self) -> None:
+        """Called by a node that will not compute for a while: its workers leave the cores."""
+        release_workers()
+
 
 class OpenGate:
     """For a node that has its process for itself."""
@@ -43,4 +49,7 @@ class OpenGate:
         return None
 
     def __exit__(self, *_: object) -> None:
+        return None
+
+    def rest(self) -> None:
         return None

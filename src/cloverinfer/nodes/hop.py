@@ -23,28 +23,54 @@ class HopShape:
         self.dtype = dtype
         self.there = max(num_heads * s.k_dim + s.kv_heads * (s.k_dim + s.v_dim) for s in specs)
         self.back = max(num_heads * s.v_dim for s in specs)
+        shapes = [(s.kv_heads, s.k_dim, s.v_dim) for s in specs]
+        self.kinds = [shapes.index(shape) for shape in shapes]
+        """Per layer: the first layer whose rows look the same."""
 
     def row_bytes(self, back: bool) -> int:
         return (self.back if back else self.there) * self.dtype.itemsize
 
-    def split(
-        self, layer: int, rows: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of q ``[r, h, d]``, k ``[r, n, d]``, v ``[r, n, e]`` in rows of the way there."""
-        spec, count = self.specs[layer], len(rows)
-        q_end = self.num_heads * spec.k_dim
-        k_end = q_end + spec.kv_heads * spec.k_dim
-        v_end = k_end + spec.kv_heads * spec.v_dim
-        return (
-            rows[:, :q_end].view(count, self.num_heads, spec.k_dim),
-            rows[:, q_end:k_end].view(count, spec.kv_heads, spec.k_dim),
-            rows[:, k_end:v_end].view(count, spec.kv_heads, spec.v_dim),
-        )
 
-    def output(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        """View of o ``[r, h, e]`` in rows of the way back."""
-        v_dim = self.specs[layer].v_dim
-        return rows[:, : self.num_heads * v_dim].view(len(rows), self.num_heads, v_dim)
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class HopRows:
+    """A step's rows ``[r, elements]`` of a buffer, seen as each layer's tensors.
+
+    Views are made once per step for all layers that look the same: they cost more than the hop.
+    """
+
+    def __init__(self, shape: HopShape, rows: torch.Tensor) -> None:
+        self._shape = shape
+        self._rows = rows
+        self._qkv: dict[int, QKV] = {}
+        self._output: dict[int, torch.Tensor] = {}
+
+    def qkv(self, layer: int) -> QKV:
+        """q ``[r, h, d]``, k ``[r, n, d]`` and v ``[r, n, e]`` on the way there."""
+        kind = self._shape.kinds[layer]
+        if kind not in self._qkv:
+            self._qkv[kind] = self._split(self._shape.specs[kind])
+        return self._qkv[kind]
+
+    def output(self, layer: int) -> torch.Tensor:
+        """o ``[r, h, e]`` on the way back."""
+        kind = self._shape.kinds[layer]
+        if kind not in self._output:
+            heads, v_dim = self._shape.num_heads, self._shape.specs[kind].v_dim
+            self._output[kind] = self._rows[:, : heads * v_dim].unflatten(1, (heads, v_dim))
+        return self._output[kind]
+
+    def _split(self, spec: KVSpec) -> QKV:
+        heads, kv_heads, rows = self._shape.num_heads, spec.kv_heads, self._rows
+        q_end = heads * spec.k_dim
+        k_end = q_end + kv_heads * spec.k_dim
+        v_end = k_end + kv_heads * spec.v_dim
+        return (
+            rows[:, :q_end].unflatten(1, (heads, spec.k_dim)),
+            rows[:, q_end:k_end].unflatten(1, (kv_heads, spec.k_dim)),
+            rows[:, k_end:v_end].unflatten(1, (kv_heads, spec.v_dim)),
+        )
 
 
 class HopBuffer:

@@ -167,7 +167,9 @@ class PrefillNode(LocalNode):
                 stats.bytes_out += job.pusher.put_layer(job.transfer, layer, job.index)
             stats.push += time.perf_counter() - started
 
-        return self.forward.run(batch, stats, push_layer)
+        tokens = self.forward.run(batch, stats, push_layer)
+        self.gate.rest()
+        return tokens
 
     def _plan_pushes(self, batch: Batch) -> list[PushJob]:
         sampling = {row.request for row in batch.sampled}
