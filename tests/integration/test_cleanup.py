@@ -27,8 +27,10 @@ def model(tmp_path_factory):
     return str(make_tiny("llama", tmp_path_factory.mktemp("m")))
 
 
-def segments():
-    return {name for name in os.listdir("/dev/shm") if name.startswith("cloverinfer-")}
+def segments(pids):
+    """What these processes have left in shared memory."""
+    owners = tuple(f"cloverinfer-{pid}-" for pid in pids)
+    return [name for name in os.listdir("/dev/shm") if name.startswith(owners)]
 
 
 def gone(pids, seconds=20):
@@ -55,7 +57,6 @@ def running(pid):
     ],
 )
 def test_nothing_is_left_of_a_script_that_is_ended(model, executor, end):
-    before = segments()
     script = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, model, executor],
         stdout=subprocess.PIPE,
@@ -72,10 +73,11 @@ def test_nothing_is_left_of_a_script_that_is_ended(model, executor, end):
         _, errors = script.communicate(timeout=60)
     finally:
         script.kill()
-    assert gone(int(pid) for pid in line[1:]), errors
+    pids = [script.pid, *map(int, line[1:])]
+    assert gone(pids), errors
     if end == signal.SIGINT:
         assert "KeyboardInterrupt" in errors
-        assert segments() <= before
+        assert segments(pids) == []
     else:  # it could not clean up; the next start does
         subprocess.run(
             [
@@ -85,11 +87,10 @@ def test_nothing_is_left_of_a_script_that_is_ended(model, executor, end):
             ],
             check=True,
         )
-        assert segments() <= before
+        assert segments(pids) == []
 
 
 def test_an_interrupted_start_leaves_nothing(model):
-    before = segments()
     script = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, model, "process"],
         stdout=subprocess.PIPE,
@@ -109,7 +110,7 @@ def test_an_interrupted_start_leaves_nothing(model):
     assert children
     assert gone(children), errors
     assert "KeyboardInterrupt" in errors
-    assert segments() <= before
+    assert segments([script.pid, *children]) == []
 
 
 def children_of(pid):
