@@ -60,8 +60,8 @@ class FakeTokenizer:
     def decode(self, token_ids: list[int]) -> str:
         return " ".join(self.words[i] for i in token_ids)
 
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
-        return " ".join(f"{one['role']}: {one['content']}" for one in messages)
+    def chat_token_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.encode(" ".join(f"{one['role']}: {one['content']}" for one in messages))
 
 
 class FakeEngine:

@@ -283,12 +283,11 @@ def _read_prompt(prompt: str) -> str:
     return text
 
 
-def _as_chat(engine: AsyncLLM, text: str) -> str | list[int]:
+def _as_chat(engine: AsyncLLM, text: str) -> list[int]:
     tokenizer = engine.tokenizer
     if tokenizer is None or not tokenizer.has_chat_template:
         raise RequestError(f"{engine.model_name} has no chat template: leave out --chat", "chat")
-    prompt: str | list[int] = tokenizer.apply_chat_template([{"role": "user", "content": text}])
-    return prompt
+    return tokenizer.chat_token_ids([{"role": "user", "content": text}])
 
 
 def _collect(

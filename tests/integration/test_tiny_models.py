@@ -41,10 +41,7 @@ def fields(setting):
         "enable_chunked_prefill": chunked,
         "max_num_batched_tokens": 32 if chunked else 1024,
         "num_blocks": 200,
-        "num_attention_nodes": setting.get("num_attention_nodes", 1),
-        "num_prefill_workers": setting.get("num_prefill_workers", 1),
-        "num_decode_dense_nodes": setting.get("num_decode_dense_nodes", 1),
-        "transport": setting.get("transport", "auto"),
+        **{name: count for name, count in setting.items() if name.startswith("num_")},
     }
 
 
@@ -76,8 +73,8 @@ MANY = LOCAL | {
     "num_decode_dense_nodes": [1, 2],
 }
 PROCESSES = [
-    ("process", setting | {"num_attention_nodes": n})
-    for n, setting in zip(itertools.cycle([1, 2, 3]), pairwise(MANY, most=6))
+    ("process", setting | ({"num_attention_nodes": n} if setting["topology"] == "pda" else {}))
+    for n, setting in zip(itertools.cycle([1, 2, 3]), pairwise(MANY, most=6), strict=False)
 ]
 ACTORS = [("ray", setting) for setting in pairwise(MANY, most=3, seed=5)]
 
@@ -90,17 +87,23 @@ ACTORS = [("ray", setting) for setting in pairwise(MANY, most=3, seed=5)]
 )
 def test_pairwise_in_processes_and_actors(tiny, executor, setting):
     model, cases = tiny(setting["family"])
-    chosen = fields(setting)
-    if setting["topology"] == "pd":
-        chosen["num_attention_nodes"] = 1
-    outputs = run(model, cases, MAX_TOKENS, executor=executor, **chosen)
+    outputs = run(model, cases, MAX_TOKENS, executor=executor, **fields(setting))
     check(cases, outputs)
 
 
 def test_preemption_and_several_nodes_change_no_token(tiny):
     """Pools far too small for all requests at once: decode runs out of blocks and recomputes."""
     model, cases = tiny("llama")
-    for topology in ("colocated", "pd", "pda"):
+    counts = {
+        "colocated": {},
+        "pd": {"num_prefill_workers": 2, "num_decode_dense_nodes": 2},
+        "pda": {
+            "num_prefill_workers": 2,
+            "num_decode_dense_nodes": 2,
+            "num_attention_nodes": 2,
+        },
+    }
+    for topology, nodes in counts.items():
         outputs = run(
             model,
             cases,
@@ -109,9 +112,7 @@ def test_preemption_and_several_nodes_change_no_token(tiny):
             executor="local",
             block_size=16,
             num_blocks=9,
-            num_attention_nodes=2,
-            num_decode_dense_nodes=2 if topology != "colocated" else 1,
-            num_prefill_workers=2 if topology != "colocated" else 1,
             strict=False,
+            **nodes,
         )
         check(cases, outputs)

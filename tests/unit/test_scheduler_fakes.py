@@ -21,6 +21,7 @@ from cloverinfer.wire.messages import (
     ExpectTransfer,
     Join,
     Message,
+    NodeGone,
     StepDone,
     StepFailed,
     StepPlan,
@@ -233,6 +234,8 @@ class Cluster:
             assert message.blocks
             node.expects[message.transfer] = message
             node.arrived[message.transfer] = set()
+        elif isinstance(message, NodeGone):
+            assert message.name != node.name
         else:
             assert isinstance(message, CancelTransfer)
             node.expects.pop(message.transfer, None)

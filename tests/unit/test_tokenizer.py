@@ -94,6 +94,7 @@ def test_complete_characters_are_not_held_back() -> None:
 def test_the_cost_per_token_is_bounded() -> None:
     class Counting:
         decoded = 0
+        special_token_ids = frozenset[int]()
 
         def is_byte(self, token_id: int) -> bool:
             return False

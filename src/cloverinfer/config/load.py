@@ -145,7 +145,7 @@ def _merge(into: _Sourced, settings: Settings, source: str) -> None:
     for section, fields in settings.items():
         if section not in SECTIONS:
             raise ConfigError(
-                f"{_from(source)}unknown section {section!r}{_hint(section, list(SECTIONS))}"
+                f"{_from(source)}unknown section {section!r}{hint(section, list(SECTIONS))}"
             )
         types = _field_types(section)
         for name, value in fields.items():
@@ -166,7 +166,7 @@ def _merge_environment(into: _Sourced, environ: Mapping[str, str]) -> None:
             # Other programs may have variables of this prefix; only a slip of the pen is ours.
             close = difflib.get_close_matches(section, SECTIONS, 1, 0.75)
             if close:
-                raise ConfigError(f"{variable}: unknown section {section!r}{_hint(section, close)}")
+                raise ConfigError(f"{variable}: unknown section {section!r}{hint(section, close)}")
             continue
         types = _field_types(section)
         if name not in types:
@@ -259,9 +259,10 @@ def _unknown_key(prefix: str, section: str, name: object) -> str:
     if name in SECTIONS:
         return f"{prefix}{name} is a section of its own, not a key of {section}"
     known = list(_field_types(section))
-    return f"{prefix}unknown key {name!r} in section {section}{_hint(str(name), known)}"
+    return f"{prefix}unknown key {name!r} in section {section}{hint(str(name), known)}"
 
 
-def _hint(wrong: object, known: list[str]) -> str:
+def hint(wrong: object, known: list[str]) -> str:
+    """What to add to an error about an unknown name: the one probably meant, or all."""
     close = difflib.get_close_matches(str(wrong), known, 1)
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"

@@ -43,9 +43,25 @@ class TransportError(CloverError):
     """A put, a connection or a registration failed."""
 
 
+class PeerGoneError(TransportError):
+    """A put to another node failed: for this node's purposes that one is gone."""
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(f"{peer}: {reason}")
+        self.peer = peer
+        """The node's name."""
+
+
 class DeadlineError(TransportError, TimeoutError):
     """Something did not finish within its deadline."""
 
 
 class EngineClosedError(CloverError):
     """The engine was shut down, or failed, before the request could finish."""
+
+
+def describe(problem: BaseException) -> str:
+    """One line that says what went wrong, for reports to other processes."""
+    return (
+        str(problem) if isinstance(problem, CloverError) else f"{type(problem).__name__}: {problem}"
+    )

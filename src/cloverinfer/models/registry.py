@@ -20,10 +20,6 @@ _CLASSES = {
 }
 
 
-def family_names() -> list[str]:
-    return list(_CLASSES)
-
-
 def create_half(arch: ModelArch, checkpoint: Checkpoint, max_len: int) -> DenseHalf:
     """``arch``'s dense half with ``checkpoint``'s weights, for ``max_len`` positions."""
     name = _CLASSES.get(arch.family)

@@ -41,6 +41,8 @@ class Tokenizer:
             ids += [] if own is None else [own]
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ids))
         self._byte_tokens = "ByteFallback" in _decoder_kinds(backend)
+        added = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -95,6 +97,10 @@ class Tokenizer:
         return render(
             self._template, messages, add_generation_prompt=add_generation_prompt, **self._special
         )
+
+    def chat_token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The prompt for ``messages``, up to where the answer begins, as tokens."""
+        return self.encode(self.apply_chat_template(messages), add_special_tokens=False)
 
     @classmethod
     def _finish(cls, backend: tokenizers.Tokenizer, folder: Path) -> Tokenizer:
@@ -158,6 +164,8 @@ class IncrementalDetokenizer:
 
     def add(self, token_ids: Sequence[int]) -> str:
         """The text that these ids complete; empty while it is not yet certain."""
+        if self._skip:  # they are not there: bytes on either side of one belong together
+            token_ids = [one for one in token_ids if one not in self._tokenizer.special_token_ids]
         if not token_ids:
             return ""
         self._pending += token_ids

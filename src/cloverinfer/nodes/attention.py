@@ -13,18 +13,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..core.errors import TransportError
+from ..core.errors import TransportError, describe
 from ..kvcache.layout import PoolLayout
 from ..models import ResolvedModel
 from ..transport import Endpoint, Peer, Ranges, RegionRef
 from ..wire.messages import (
     AttentionDone,
     AttentionPlan,
-    CancelTransfer,
-    ExpectTransfer,
     HopFailed,
-    KVChunk,
     Message,
+    NodeGone,
     encode,
 )
 from ..wire.notices import STEP_MASK, HopNotice, pack_hop, unpack
@@ -32,7 +30,7 @@ from .base import Node
 from .config import NodeConfig
 from .gate import Gate, OpenGate
 from .hop import HopBuffer, HopRows, HopShape, row_index
-from .local import describe, make_backend
+from .local import make_backend
 from .rows import BlockTables, apply_attention_rows, slots_of
 from .transfers import TransferReceiver
 
@@ -92,6 +90,7 @@ class AttentionNode(Node):
         self._sources: dict[str, _Source] = {}
         self._steps: dict[LaneKey, _Step] = {}
         self._early: dict[LaneKey, HopNotice] = {}
+        self._failed: dict[LaneKey, HopFailed] = {}
 
     def regions(self) -> dict[str, RegionRef]:
         return {"kv": self.pool.ref, "hop": self._in_region.ref}
@@ -115,9 +114,6 @@ class AttentionNode(Node):
 
     def close(self) -> None:
         self.backend.close()
-        del self._in_rows, self._out_rows
-        for region in (self.pool, self._in_region, self._out_region):
-            region.close()
         super().close()
 
     # -- what arrives
@@ -125,13 +121,9 @@ class AttentionNode(Node):
     def on_message(self, peer: Peer, message: Message) -> None:
         if isinstance(message, AttentionPlan):
             self._begin(message)
-        elif isinstance(message, ExpectTransfer):
-            self.transfers.expect(message)
-        elif isinstance(message, CancelTransfer):
-            self.transfers.cancel(message)
-        elif isinstance(message, KVChunk):
-            self.transfers.take(self.name_of(peer), message)
-        else:
+        elif isinstance(message, NodeGone):
+            self._forget_source(message.name)
+        elif not self.transfers.handle(self.name_of(peer), message):
             log.warning("%s: dropped a %s", self.config.name, type(message).__name__)
 
     def on_notice(self, peer: Peer, notice: int) -> None:
@@ -140,6 +132,12 @@ class AttentionNode(Node):
             self.transfers.take(self.name_of(peer), event)
             return
         key = (self.name_of(peer), event.lane)
+        if key[0] not in self._sources:
+            return  # the last hops of a dense node that has died
+        failed = self._failed.get(key)
+        if failed is not None and failed.step & STEP_MASK == event.step:
+            self._tell(key[0], failed)
+            return
         step = self._steps.get(key)
         if step is None or step.plan.step & STEP_MASK != event.step:
             self._early[key] = event  # its plan is still on the way
@@ -148,6 +146,7 @@ class AttentionNode(Node):
 
     def _begin(self, plan: AttentionPlan) -> None:
         key = (plan.source, plan.lane)
+        self._failed.pop(key, None)
         try:
             apply_attention_rows(self.tables, plan.leaves, plan.joins, plan.blocks)
             step = self._steps[key] = self._make_step(plan)
@@ -184,6 +183,9 @@ class AttentionNode(Node):
                 self._append_and_attend(layer, step)
                 step.seconds += time.perf_counter() - started
             step.calls += 1
+            if layer == self.layout.num_layers - 1:
+                self._report_step(step)  # before the put, which lets the step's end overtake it
+                del self._steps[key]
             ticket = self.endpoint.put(
                 source.ranges[plan.lane], step.index, pack_hop(plan.lane, plan.step, layer)
             )
@@ -191,12 +193,9 @@ class AttentionNode(Node):
                 raise ticket.error
         except Exception as problem:
             log.exception("%s: attention of layer %d failed", self.config.name, layer)
-            del self._steps[key]
+            self._steps.pop(key, None)
             self._fail(plan, problem)
             return
-        if layer == self.layout.num_layers - 1:
-            del self._steps[key]
-            self._report_step(step)
 
     @torch.inference_mode()
     def _append_and_attend(self, layer: int, step: _Step) -> None:
@@ -226,11 +225,22 @@ class AttentionNode(Node):
     def _fail(self, plan: AttentionPlan, problem: Exception) -> None:
         """Tells the dense node, which ends the step once no other attention node works on it."""
         error = f"{self.config.name}: {describe(problem)}"
-        failed = encode(HopFailed(plan.lane, plan.step, error))
+        failed = HopFailed(plan.lane, plan.step, error)
+        self._failed[plan.source, plan.lane] = failed  # for a hop that is still to come
+        self._tell(plan.source, failed)
+
+    def _tell(self, source: str, failed: HopFailed) -> None:
         try:
-            self.endpoint.send(self.link(plan.source), failed)
+            self.endpoint.send(self.link(source), encode(failed))
         except TransportError as gone:
-            log.warning("%s: %s cannot be told: %s", self.config.name, plan.source, gone)
+            log.warning("%s: %s cannot be told: %s", self.config.name, source, gone)
+
+    def _forget_source(self, name: str) -> None:
+        """A dense node has died: the blocks that its hops would write to are others' soon."""
+        self._sources.pop(name, None)
+        for table in (self._steps, self._early, self._failed):
+            for key in [key for key in table if key[0] == name]:
+                del table[key]
 
     # -- the reference path: one layer by a plain call
 

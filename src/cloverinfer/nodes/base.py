@@ -11,11 +11,22 @@ from abc import ABC, abstractmethod
 import msgspec
 import torch
 
-from ..core.errors import CloverError, ConfigError, TransportError
+from ..core.errors import CloverError, ConfigError, PeerGoneError, TransportError, describe
 from ..kvcache.layout import CANONICAL_LAYOUT, PoolLayout, blocks_for, blocks_in_budget
 from ..models import ResolvedModel, kv_specs
-from ..transport import Endpoint, Peer, RegionRef
-from ..wire.messages import Meet, Message, Met, NodeInfo, PeerInfo, Shutdown, decode, encode
+from ..transport import Endpoint, Events, Peer, RegionRef
+from ..wire.messages import (
+    Meet,
+    Message,
+    Met,
+    NodeInfo,
+    PeerInfo,
+    Shutdown,
+    StepFailed,
+    StepPlan,
+    decode,
+    encode,
+)
 from ..wire.notices import MAX_LAYERS
 from .config import NodeConfig
 from .gate import Gate, OpenGate
@@ -154,7 +165,9 @@ class Node(ABC):
 
     def step(self, timeout: float) -> None:
         """Handles what arrives within ``timeout`` seconds."""
-        events = self.endpoint.poll(timeout)
+        self._dispatch(self.endpoint.poll(timeout))
+
+    def _dispatch(self, events: Events) -> None:
         for peer, data in events.messages:
             self._handle(peer, data)
         for peer, notice in events.notices:
@@ -165,6 +178,7 @@ class Node(ABC):
         self._stopped.set()
 
     def close(self) -> None:
+        """Gives everything back; regions go with their endpoint."""
         self.endpoint.close()
 
     def _handle(self, peer: Peer, data: bytes) -> None:
@@ -199,6 +213,14 @@ class Node(ABC):
         except TransportError as problem:
             log.warning("%s: the scheduler cannot be reached: %s", self.config.name, problem)
             self.stop()
+
+    def report_failure(self, plan: StepPlan, problem: Exception) -> None:
+        """A step of this node ends here with its error."""
+        known = isinstance(problem, PeerGoneError)  # no fault of this node
+        name = self.config.name
+        log.error("%s: step %d failed: %s", name, plan.step, problem, exc_info=not known)
+        gone = [problem.peer] if isinstance(problem, PeerGoneError) else []
+        self.report(StepFailed(name, plan.lane, plan.step, describe(problem), gone))
 
     # -- shared by nodes with a pool
 

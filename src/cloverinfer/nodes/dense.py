@@ -15,12 +15,12 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from ..core.errors import TransportError
+from ..core.errors import CloverError, PeerGoneError, TransportError
 from ..models import ResolvedModel, load_half
 from ..models.base import Carry
 from ..models.sampling import sample
 from ..transport import Endpoint, Peer, Ranges, RegionRef
-from ..wire.messages import HopFailed, Message, Sampling, StepDone, StepFailed, StepPlan, StepStats
+from ..wire.messages import HopFailed, Message, NodeGone, Sampling, StepDone, StepPlan, StepStats
 from ..wire.notices import STEP_MASK, HopNotice, pack_hop, unpack
 from .base import Node
 from .config import NodeConfig
@@ -57,7 +57,7 @@ class _Lane:
     carry: Carry | None = None
     waiting: set[str] = field(default_factory=set)
     """Attention nodes that have not answered for ``layer``."""
-    error: str = ""
+    error: CloverError | None = None
     """Why the step cannot be finished."""
 
 
@@ -101,12 +101,6 @@ class DecodeDenseNode(Node):
                 for lane in range(config.lanes)
             ]
 
-    def close(self) -> None:
-        del self._in_rows, self._out_rows
-        self._in_region.close()
-        self._out_region.close()
-        super().close()
-
     # -- the loop: time asleep while lanes wait is the barrier
 
     def step(self, timeout: float) -> None:
@@ -116,10 +110,7 @@ class DecodeDenseNode(Node):
         slept = time.perf_counter() - started
         for lane in waiting:
             lane.stats.barrier += slept
-        for peer, data in events.messages:
-            self._handle(peer, data)
-        for peer, notice in events.notices:
-            self.on_notice(peer, notice)
+        self._dispatch(events)
 
     def on_message(self, peer: Peer, message: Message) -> None:
         if isinstance(message, StepPlan):
@@ -127,8 +118,12 @@ class DecodeDenseNode(Node):
         elif isinstance(message, HopFailed):
             lane = self._lanes.get(message.lane)
             if lane is not None and lane.plan.step == message.step:
-                lane.error = message.error
+                lane.error = lane.error or CloverError(message.error)
                 self._answered(lane, self.name_of(peer))
+        elif isinstance(message, NodeGone):
+            for lane in list(self._lanes.values()):
+                if message.name in lane.waiting:
+                    self._lost(lane, message.name, "it has died")
         else:
             log.warning("%s: dropped a %s", self.config.name, type(message).__name__)
 
@@ -155,10 +150,13 @@ class DecodeDenseNode(Node):
         if not lane.waiting:
             self._guard(lane, self._resume)
 
+    def _lost(self, lane: _Lane, home: str, reason: str) -> None:
+        lane.error = PeerGoneError(home, reason)
+        self._answered(lane, home)
+
     # -- a step
 
     def _begin(self, plan: StepPlan) -> None:
-        lane = None
         try:
             self.rows.apply(plan)
             batch = self.rows.batch(plan)
@@ -166,7 +164,7 @@ class DecodeDenseNode(Node):
             there = HopRows(self.shape, self._out_rows[plan.lane, : len(batch.rows)])
             lane = _Lane(plan, batch, there, self._segments(plan.lane, batch), StepStats(), started)
         except (AssertionError, KeyError) as problem:
-            self._fail(plan, problem)
+            self.report_failure(plan, problem)
             return
         self._lanes[plan.lane] = lane
         self._guard(lane, self._start)
@@ -176,20 +174,8 @@ class DecodeDenseNode(Node):
         try:
             action(lane)
         except Exception as problem:
-            known = isinstance(problem, TransportError)  # a peer is gone: no fault of this node
-            log.error(
-                "%s: step %d failed: %s",
-                self.config.name,
-                lane.plan.step,
-                problem,
-                exc_info=not known,
-            )
             self._lanes.pop(lane.plan.lane, None)
-            self._fail(lane.plan, problem)
-
-    def _fail(self, plan: StepPlan, problem: Exception) -> None:
-        reason = f"{type(problem).__name__}: {problem}"
-        self.report(StepFailed(self.config.name, plan.lane, plan.step, reason))
+            self.report_failure(lane.plan, problem)
 
     def _segments(self, lane: int, batch: Batch) -> list[_Segment]:
         segments, first = [], 0
@@ -207,8 +193,8 @@ class DecodeDenseNode(Node):
 
     @torch.inference_mode()
     def _resume(self, lane: _Lane) -> None:
-        if lane.error:
-            raise TransportError(lane.error)
+        if lane.error is not None:
+            raise lane.error
         attn_out = self._gather(lane)
         lane.layer += 1
         if lane.layer < self.half.num_layers:
@@ -238,8 +224,7 @@ class DecodeDenseNode(Node):
             try:
                 self._put(lane, segment)
             except TransportError as problem:
-                lane.error = f"{segment.home}: {problem}"
-                self._answered(lane, segment.home)
+                self._lost(lane, segment.home, str(problem))
 
     def _put(self, lane: _Lane, segment: _Segment) -> None:
         stats, plan = lane.stats, lane.plan

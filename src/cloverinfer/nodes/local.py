@@ -8,17 +8,12 @@ import time
 import numpy as np
 
 from ..attention import AttentionBackend, create_backend
-from ..core.errors import CloverError
 from ..kvcache.layout import PoolLayout
 from ..models import ResolvedModel, load_half
 from ..transport import Endpoint, Peer, Region, RegionRef
 from ..wire.messages import (
-    CancelTransfer,
-    ExpectTransfer,
-    KVChunk,
     Message,
     StepDone,
-    StepFailed,
     StepPlan,
     StepStats,
 )
@@ -73,7 +68,6 @@ class LocalNode(Node):
 
     def close(self) -> None:
         self.backend.close()
-        self.pool.close()
         super().close()
 
     def on_notice(self, peer: Peer, notice: int) -> None:
@@ -93,9 +87,7 @@ class LocalNode(Node):
             self.rows.apply(plan)
             tokens = self.run_batch(self.rows.batch(plan), stats)
         except Exception as problem:
-            log.exception("%s: step %d failed", self.config.name, plan.step)
-            reason = f"{type(problem).__name__}: {problem}"
-            self.report(StepFailed(self.config.name, plan.lane, plan.step, reason))
+            self.report_failure(plan, problem)
             return
         stats.seconds = time.perf_counter() - started
         self.report(StepDone(self.config.name, plan.lane, plan.step, tokens, stats))
@@ -125,13 +117,7 @@ class DecodeNode(LocalNode):
             super().on_notice(peer, notice)
 
     def on_message(self, peer: Peer, message: Message) -> None:
-        if isinstance(message, ExpectTransfer):
-            self.transfers.expect(message)
-        elif isinstance(message, CancelTransfer):
-            self.transfers.cancel(message)
-        elif isinstance(message, KVChunk):
-            self.transfers.take(self.name_of(peer), message)
-        else:
+        if not self.transfers.handle(self.name_of(peer), message):
             super().on_message(peer, message)
 
 
@@ -148,12 +134,7 @@ class PrefillNode(LocalNode):
         for name, peer in self.peers.items():
             if peer.layout is not None and peer.role != PREFILL:
                 self._pushers[name] = KVPusher(
-                    self.endpoint,
-                    self.link(name),
-                    self.pool,
-                    self.layout,
-                    peer.regions["kv"],
-                    peer.layout,
+                    self.endpoint, self.link(name), peer, self.pool, self.layout
                 )
 
     def run_batch(self, batch: Batch, stats: StepStats) -> list[int]:
@@ -189,10 +170,3 @@ class PrefillNode(LocalNode):
             if job is not None:
                 jobs.append(job)
         return jobs
-
-
-def describe(problem: BaseException) -> str:
-    """One line that says what went wrong."""
-    return (
-        str(problem) if isinstance(problem, CloverError) else f"{type(problem).__name__}: {problem}"
-    )

@@ -57,8 +57,8 @@ def main(report_fd: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it ends us in order
     stream = sys.stdin.buffer
     config = read_config(stream)
+    from ..core.errors import describe
     from .build import build_node
-    from .local import describe
 
     try:
         node = build_node(config)

@@ -14,9 +14,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..core.errors import PeerGoneError, TransportError
 from ..kvcache.layout import PoolLayout
 from ..transport.base import Endpoint, Peer, Ranges, Region, RegionRef, Slices
-from ..wire.messages import CancelTransfer, ExpectTransfer, KVChunk, TransferDone, encode
+from ..wire.messages import (
+    CancelTransfer,
+    ExpectTransfer,
+    KVChunk,
+    Message,
+    PeerInfo,
+    TransferDone,
+    encode,
+)
 from ..wire.notices import KVNotice, pack_kv
 from .rows import Row
 
@@ -36,32 +45,35 @@ class KVPusher:
     """Puts blocks of the local pool into one receiver's pool."""
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        peer: Peer,
-        local: Region,
-        layout: PoolLayout,
-        remote: RegionRef,
-        remote_layout: PoolLayout,
+        self, endpoint: Endpoint, link: Peer, info: PeerInfo, pool: Region, layout: PoolLayout
     ) -> None:
+        assert info.layout is not None, f"{info.name} has no pool"
+        theirs = info.layout
         self._endpoint = endpoint
-        self._peer = peer
+        self._link = link
+        self._name = info.name
         self._layout = layout
         self._ranges: list[Ranges] = [
             endpoint.prepare(
-                peer, layer_slices(local, layout, i), layer_slices(remote, remote_layout, i)
+                link, layer_slices(pool, layout, i), layer_slices(info.regions["kv"], theirs, i)
             )
             for i in range(layout.num_layers)
         ]
 
     def announce(self, chunk: KVChunk) -> None:
-        self._endpoint.send(self._peer, encode(chunk))
+        try:
+            self._endpoint.send(self._link, encode(chunk))
+        except TransportError as problem:
+            raise PeerGoneError(self._name, str(problem)) from problem
 
     def put_layer(self, transfer: int, layer: int, index: np.ndarray) -> int:
         """Puts the blocks of ``index`` (local, remote); returns the bytes sent."""
-        ticket = self._endpoint.put(self._ranges[layer], index, pack_kv(transfer, layer))
+        try:
+            ticket = self._endpoint.put(self._ranges[layer], index, pack_kv(transfer, layer))
+        except TransportError as problem:
+            raise PeerGoneError(self._name, str(problem)) from problem
         if ticket.error is not None:
-            raise ticket.error
+            raise PeerGoneError(self._name, str(ticket.error)) from ticket.error
         # Transports whose puts finish later must not let the pool be reused before they have:
         # the prefill node waits for its tickets before it reports the step.
         assert ticket.done, "asynchronous puts need a wait before StepDone"
@@ -131,6 +143,18 @@ class TransferReceiver:
     def __len__(self) -> int:
         return len(self._live)
 
+    def handle(self, source: str, message: Message) -> bool:
+        """Takes what is about transfers, from the node called ``source``; False for the rest."""
+        if isinstance(message, ExpectTransfer):
+            self.expect(message)
+        elif isinstance(message, CancelTransfer):
+            self.cancel(message)
+        elif isinstance(message, KVChunk):
+            self.take(source, message)
+        else:
+            return False
+        return True
+
     def expect(self, expect: ExpectTransfer) -> None:
         transfer = _Transfer(expect, arrived=[0] * self._layout.num_layers)
         self._live[expect.transfer] = transfer
@@ -189,7 +213,10 @@ class TransferReceiver:
     def _done(self, transfer: _Transfer, error: str = "") -> None:
         expect = transfer.expect
         del self._live[expect.transfer]
-        nbytes = 0 if error else len(expect.blocks) * self._layout.block_bytes
+        nbytes = sum(
+            sum(transfer.chunks[:arrived]) * self._layout.layer_block_bytes(layer)
+            for layer, arrived in enumerate(transfer.arrived)
+        )
         self._report(
             TransferDone(
                 self._name, expect.transfer, expect.request, expect.incarnation, nbytes, error

@@ -3,48 +3,62 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
+
+import msgspec
 
 from ..config.cluster import ClusterConfig, ModelConfig
 from ..core.errors import ModelError, NodeStartError, TransportError
 from ..models import ResolvedModel, Tokenizer, load_tokenizer, resolve_model
+from ..nodes.config import PREFILL
 from ..scheduler import SchedNode
 from ..transport import Endpoint, Peer, create_endpoint
 from ..transport.shm import remove_leftovers
-from ..wire.messages import Meet, Met, NodeInfo, Shutdown, decode, encode
+from ..wire.messages import Meet, Message, Met, NodeInfo, Shutdown, decode, encode
 from .executors import Executor, OnDeath, create_executor
 from .layout import node_configs, transport_of
 
 log = logging.getLogger(__name__)
+POLL_SECONDS = 0.5
 
 
 class Cluster:
     """Started nodes. Raises a ``CloverError`` from the constructor, with nothing left running."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        cluster: ClusterConfig,
-        on_death: OnDeath,
-        progress: Callable[[str], None],
+        self, model: ModelConfig, cluster: ClusterConfig, progress: Callable[[str], None]
     ) -> None:
         self.config = cluster
         self.model: ResolvedModel = resolve_model(model, progress)
         self.tokenizer: Tokenizer | None = self._load_tokenizer()
+        self.infos: list[NodeInfo] = []
         self._executor: Executor = create_executor(cluster.executor)
         self._endpoint: Endpoint | None = None
+        self._own: Peer | None = None
         self._peers: dict[str, Peer] = {}
-        self.infos: list[NodeInfo] = []
         self._deaths: dict[str, str] = {}
-        self._on_death: OnDeath = lambda name, reason: self._deaths.update({name: reason})
+        self._on_death: OnDeath | None = None
+        self._deaths_lock = threading.Lock()
         try:
             self._start(model, progress)
         except BaseException:
             self.close()
             raise
-        self._on_death = on_death
-        for name, reason in self._deaths.items():
+
+    def tell_deaths(self, on_death: OnDeath) -> None:
+        """From now on; those that have died since they met are told at once."""
+        with self._deaths_lock:
+            self._on_death, early = on_death, dict(self._deaths)
+        for name, reason in early.items():
+            on_death(name, reason)
+
+    def _note_death(self, name: str, reason: str) -> None:
+        with self._deaths_lock:
+            self._deaths[name] = reason
+            on_death = self._on_death
+        if on_death is not None:
             on_death(name, reason)
 
     def _load_tokenizer(self) -> Tokenizer | None:
@@ -59,35 +73,46 @@ class Cluster:
         deadline = time.monotonic() + cluster.start_timeout
         configs = node_configs(cluster, model)
         remove_leftovers()  # of engines that were killed
-        self.infos = self._executor.start(
-            configs,
-            cluster.start_timeout,
-            lambda name, reason: self._on_death(name, reason),
-            progress,
-        )
+        timeout = cluster.start_timeout
+        self.infos = self._executor.start(configs, timeout, self._note_death, progress)
         self._endpoint = create_endpoint(transport_of(cluster), "scheduler")
-        self._self = self._endpoint.connect(self._endpoint.address())
+        self._own = self._endpoint.connect(self._endpoint.address())
         for info in self.infos:
             self._peers[info.peer.name] = self._endpoint.connect(info.peer.address)
         meet = encode(Meet(self._endpoint.address(), [info.peer for info in self.infos]))
         for peer in self._peers.values():
             self._endpoint.send(peer, meet)
         self._await_met(deadline)
+        if self.max_model_len < self.model.max_model_len:
+            progress(
+                f"the context is limited to {self.max_model_len} of {self.model.max_model_len} "
+                "tokens by the KV pools (cache.memory_gib, cache.num_blocks)"
+            )
 
     def _await_met(self, deadline: float) -> None:
         missing = set(self._peers)
         while missing:
+            for name, reason in self._deaths.items():
+                raise NodeStartError(f"{name} died while it started: {reason}")
             left = deadline - time.monotonic()
             if left <= 0:
                 raise NodeStartError(f"{', '.join(sorted(missing))} did not answer in time")
-            for _, data in self.poll(min(left, 0.5)):
-                met = decode(data) if data else None
+            for met in self.poll(min(left, POLL_SECONDS)):
                 if isinstance(met, Met):
                     if met.error:
                         raise NodeStartError(f"the nodes do not fit together: {met.error}")
                     missing.discard(met.node)
-            for name in missing & set(self._deaths):
-                raise NodeStartError(f"{name} died while it started: {self._deaths[name]}")
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output in tokens that the model and some pool of each role hold."""
+        pools: dict[bool, int] = {}
+        for info in self.infos:
+            if info.kv_blocks:
+                prefills = info.peer.role == PREFILL
+                pools[prefills] = max(pools.get(prefills, 0), info.kv_blocks)
+        blocks = min(pools.values())
+        return min(self.model.max_model_len, blocks * self.config.cache.block_size)
 
     def sched_nodes(self) -> list[SchedNode]:
         return [SchedNode(i.peer.name, i.peer.role, i.kv_blocks) for i in self.infos]
@@ -98,24 +123,34 @@ class Cluster:
         assert self._endpoint is not None
         self._endpoint.send(self._peers[name], data)
 
-    def poll(self, timeout: float) -> list[tuple[Peer, bytes]]:
+    def poll(self, timeout: float) -> list[Message]:
+        """What nodes have sent; a wake-up is nothing, and what makes no sense is dropped."""
         assert self._endpoint is not None
-        return self._endpoint.poll(timeout).messages
+        messages = []
+        for peer, data in self._endpoint.poll(timeout).messages:
+            try:
+                messages += [decode(data)] if data else []
+            except (msgspec.ValidationError, msgspec.DecodeError) as problem:
+                log.warning("dropped a malformed message from %s: %s", peer.address, problem)
+        return messages
 
     def wake(self) -> None:
         """From any thread: a poll under way returns."""
-        if self._endpoint is not None:
-            self._endpoint.send(self._self, b"")
+        if self._endpoint is not None and self._own is not None:
+            self._endpoint.send(self._own, b"")
 
     def close(self) -> None:
         """Asks nodes to end, ends them, and closes the wires."""
-        self._on_death = lambda name, reason: None
+        with self._deaths_lock:
+            self._on_death = None
         for name in self._peers:
             try:
                 self.send(name, encode(Shutdown()))
             except TransportError as problem:
                 log.debug("%s cannot be told to end: %s", name, problem)
         self._peers.clear()
-        self._executor.stop()
-        if self._endpoint is not None:
-            self._endpoint.close()
+        try:
+            self._executor.stop()
+        finally:
+            if self._endpoint is not None:
+                self._endpoint.close()

@@ -12,7 +12,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..config.cluster import ClusterConfig, ModelConfig
@@ -28,7 +28,6 @@ from ..wire.messages import (
     StepDone,
     StepFailed,
     TransferDone,
-    decode,
     encode,
 )
 from .cluster import Cluster
@@ -68,7 +67,7 @@ class _Live:
     sink: Sink
     stream: TextStream
     text: str = ""
-    token_ids: list[int] | None = None
+    token_ids: list[int] = field(default_factory=list)
 
 
 class Engine:
@@ -84,26 +83,37 @@ class Engine:
         """Blocks until all nodes are ready; raises a ``CloverError`` that says why they are not."""
         self.config = cluster
         self.clock = clock
-        self.cluster = Cluster(model, cluster, self._on_death, progress)
-        self.max_model_len = min(info.max_position for info in self.cluster.infos)
         self.failure: str | None = None
-        self._scheduler = Scheduler(
-            cluster.scheduler, cluster.cache, self.cluster.sched_nodes(), self.max_model_len
-        )
-        self._stats = StatsLog()
-        self._reports = NodeReports(self.cluster.infos)
-        self._planned: dict[tuple[str, int, int], StepRecord] = {}
-        self._live: dict[int, _Live] = {}
-        self._touched: dict[int, _Live] = {}
         self._commands: deque[Callable[[float], None]] = deque()
-        self._numbers = itertools.count(1)
-        self._by_id: dict[str, int] = {}
-        self._seeds = random.Random(model.seed)
+        self._commands_lock = threading.Lock()
+        self._over = False
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
         self._closed = False
+        self._stats = StatsLog()
+        self._planned: dict[tuple[str, int, int], StepRecord] = {}
+        self._live: dict[int, _Live] = {}
+        self._touched: dict[int, _Live] = {}
+        self._by_id: dict[str, int] = {}
+        self._numbers = itertools.count(1)
+        self._seeds = random.Random(model.seed)
+        self.cluster = Cluster(model, cluster, progress)
+        try:
+            self._begin()
+        except BaseException:
+            self.cluster.close()
+            raise
+
+    def _begin(self) -> None:
+        config = self.config
+        self.max_model_len = self.cluster.max_model_len
+        self._reports = NodeReports(self.cluster.infos)
+        self._scheduler = Scheduler(
+            config.scheduler, config.cache, self.cluster.sched_nodes(), self.max_model_len
+        )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        self.cluster.tell_deaths(self._on_death)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -136,8 +146,9 @@ class Engine:
             seed=sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63),
             eos_token_ids=frozenset(self.cluster.infos[0].eos_token_ids),
         )
-        live = _Live(request, sink, TextStream(detokenizer, sampling.stop), token_ids=[])
-        self._command(lambda now: self._admit(live, now))
+        live = _Live(request, sink, TextStream(detokenizer, sampling.stop))
+        if not self._command(lambda now: self._admit(live, now)):
+            self._check_open()
         return name
 
     def abort(self, request_id: str) -> None:
@@ -153,11 +164,14 @@ class Engine:
         with self._close_lock:
             if self._closed:
                 return
-            self._closed = True
             self._closing.set()
             self._wake()
-            self._thread.join()
-            self.cluster.close()
+            try:
+                if threading.current_thread() is not self._thread:
+                    self._thread.join()
+            finally:
+                self.cluster.close()
+            self._closed = True
 
     def _tokens(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -170,7 +184,7 @@ class Engine:
         bad = next((t for t in prompt if type(t) is not int or not 0 <= t < vocab), None)
         if bad is not None:
             raise RequestError(f"token id {bad!r} is not in [0, {vocab})", "prompt")
-        return prompt
+        return list(prompt)  # the caller's list may change while the request lives
 
     def _check_open(self) -> None:
         if self.failure is not None:
@@ -178,9 +192,14 @@ class Engine:
         if self._closing.is_set():
             raise EngineClosedError("the engine is shut down")
 
-    def _command(self, command: Callable[[float], None]) -> None:
-        self._commands.append(command)
+    def _command(self, command: Callable[[float], None]) -> bool:
+        """Hands a command to the engine's thread; False once nobody will run it."""
+        with self._commands_lock:
+            if self._over:
+                return False
+            self._commands.append(command)
         self._wake()
+        return True
 
     def _wake(self) -> None:
         try:
@@ -201,15 +220,20 @@ class Engine:
         except Exception as problem:
             log.exception("the engine failed")
             self.failure = f"{type(problem).__name__}: {problem}"
-        reason = (
-            f"the engine failed: {self.failure}" if self.failure else "the engine was shut down"
-        )
-        self._drain_commands(self.clock())
-        for live in self._live.values():
-            live.sink(EngineClosedError(reason))
+        self._closing.set()
+        with self._commands_lock:
+            self._over = True
+        self._end_requests()
         if self.failure is None:
             self._settle()
         self._live.clear()
+
+    def _end_requests(self) -> None:
+        """Tells everybody who waits; those whose requests were not admitted yet as well."""
+        reason = f"the engine failed: {self.failure}" if self.failure else "it was shut down"
+        for live in self._live.values():
+            self._hand(live, EngineClosedError(reason))
+        self._drain_commands(self.clock())  # admissions are refused, the rest is void
 
     def _settle(self) -> None:
         """Lets steps in flight end, so that no node loses the others in the middle of one."""
@@ -217,8 +241,7 @@ class Engine:
             self._scheduler.abort(number, self.clock())
         deadline = self.clock() + SETTLE_SECONDS
         while self._scheduler.in_flight and self.clock() < deadline:
-            for _, data in self.cluster.poll(deadline - self.clock()):
-                message = decode(data) if data else None
+            for message in self.cluster.poll(deadline - self.clock()):
                 if isinstance(message, StepDone):
                     self._scheduler.on_step_done(message, self.clock())
                 elif isinstance(message, StepFailed):
@@ -236,9 +259,8 @@ class Engine:
         timeout = IDLE_SECONDS if deadline is None else min(IDLE_SECONDS, deadline - now)
         if self._commands:
             timeout = 0.0
-        for _, data in self.cluster.poll(max(0.0, timeout)):
-            if data:
-                self._on_message(decode(data), self.clock())
+        for message in self.cluster.poll(max(0.0, timeout)):
+            self._on_message(message, self.clock())
 
     def _note_plans(self) -> None:
         """Keeps what each step was like until its result comes."""
@@ -258,6 +280,8 @@ class Engine:
             self._bury(name, str(problem), now)
 
     def _bury(self, name: str, reason: str, now: float) -> None:
+        if self._over:
+            return
         log.error("node %s is gone: %s", name, reason)
         self._reports.dead(name, reason)
         self._scheduler.on_node_died(name, reason, now)
@@ -272,14 +296,14 @@ class Engine:
                 raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
             self._scheduler.add(request, now)
         except CloverError as problem:
-            live.sink(problem)
+            self._hand(live, problem)
             return
         self._live[request.number] = live
         self._by_id[request.request_id] = request.number
 
     def _abort(self, request_id: str, now: float) -> None:
         number = self._by_id.get(request_id)
-        if number is not None:
+        if number is not None and not self._over:
             self._scheduler.abort(number, now)
 
     def _on_message(self, message: Message, now: float) -> None:
@@ -329,7 +353,6 @@ class Engine:
 
     def _on_token(self, event: TokenEvent, now: float) -> None:
         live = self._live[event.request.number]
-        assert live.token_ids is not None
         live.token_ids.append(event.token)
         self._touched[event.request.number] = live
         if event.request.finish_reason == "stop":
@@ -347,7 +370,7 @@ class Engine:
             self._touched.pop(request.number, None)
             self._hand_out_last(live, now)
         for live in self._touched.values():
-            live.sink(Chunk(live.text, live.token_ids or []))
+            self._hand(live, Chunk(live.text, live.token_ids))
             live.text, live.token_ids = "", []
         self._touched.clear()
         if ended:
@@ -361,4 +384,13 @@ class Engine:
         if reason == "length" and live.stream.stopped:
             reason = "stop"  # the last token that was allowed completed a stop string
         metrics = request_metrics(request, now, self._stats)
-        live.sink(Chunk(text, live.token_ids or [], reason, request.error, metrics))
+        self._hand(live, Chunk(text, live.token_ids, reason, request.error, metrics))
+
+    def _hand(self, live: _Live, item: Chunk | CloverError) -> None:
+        """The boundary where an error of whoever takes the chunks ends that request alone."""
+        try:
+            live.sink(item)
+        except Exception as problem:
+            log.warning("request %s: nobody takes it: %s", live.request.request_id, problem)
+            if not self._over:
+                self._scheduler.abort(live.request.number, self.clock())

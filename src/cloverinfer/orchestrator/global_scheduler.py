@@ -37,7 +37,7 @@ class GlobalScheduler:
         async with self._starting:
             if self._llm is None:
                 self._llm = await asyncio.to_thread(AsyncLLM, self._model, self._cluster)
-        return self._llm.nodes()
+            return self._llm.nodes()
 
     async def submit_request(
         self, prompt: str | list[int], return_metrics: bool = False, **sampling: Any
@@ -69,9 +69,10 @@ class GlobalScheduler:
 
     async def shutdown_cluster(self) -> None:
         """Ends all nodes; ``initialize_cluster`` may start them anew."""
-        llm, self._llm = self._llm, None
-        if llm is not None:
-            await asyncio.to_thread(llm.close)
+        async with self._starting:
+            llm, self._llm = self._llm, None
+            if llm is not None:
+                await asyncio.to_thread(llm.close)
 
     def _running(self) -> AsyncLLM:
         if self._llm is None:

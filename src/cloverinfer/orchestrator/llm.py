@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
-import functools
 import queue
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
@@ -13,11 +11,14 @@ from typing import Any
 
 import msgspec
 
-from ..config.cluster import ClusterConfig, ModelConfig
+from ..config.cluster import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig
+from ..config.load import check_node_counts, hint
 from ..core.errors import CloverError, ConfigError, RequestError
 from ..core.sampling import SamplingParams
 from ..models import Tokenizer
 from .engine import Chunk, Engine, Sink
+
+_CONFIGS = (ModelConfig, ClusterConfig, CacheConfig, SchedulerConfig)
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,7 @@ class AsyncLLM:
         """Blocks until all nodes are ready; raises a ``CloverError`` that says why they are not."""
         config = ModelConfig(model_path=model) if isinstance(model, str) else model
         self._engine = Engine(config, cluster or ClusterConfig(), progress or (lambda line: None))
-        self._at_exit = functools.partial(_close_alive, weakref.WeakMethod(self.close))
-        atexit.register(self._at_exit)
+        self._finalizer = weakref.finalize(self, self._engine.close)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -83,8 +83,8 @@ class AsyncLLM:
         arrived: asyncio.Queue[Chunk | CloverError] = asyncio.Queue()
 
         def sink(item: Chunk | CloverError) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(arrived.put_nowait, item)
+            # Raises where the loop has been closed under us, which ends the request.
+            loop.call_soon_threadsafe(arrived.put_nowait, item)
 
         name = self._engine.submit(prompt, sampling, sink, request_id)
         over = False
@@ -132,20 +132,13 @@ class AsyncLLM:
 
     def close(self) -> None:
         """Ends what is under way and all nodes; calling it twice is fine."""
-        self._engine.close()
-        atexit.unregister(self._at_exit)
+        self._finalizer()
 
     def __enter__(self) -> AsyncLLM:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _close_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    close = method()
-    if close is not None:
-        close()
 
 
 class LLM:
@@ -281,7 +274,9 @@ def _configs(model: ModelConfig | str, fields: dict[str, Any]) -> tuple[ModelCon
             cluster[section] = msgspec.structs.replace(whole, **given)
     base |= take(ModelConfig)
     if left:
-        raise ConfigError(
-            f"unknown field {next(iter(left))!r}; see the config classes for all fields"
-        )
-    return ModelConfig(**base), ClusterConfig(**cluster)
+        wrong = next(iter(left))
+        known = [name for kind in _CONFIGS for name in kind.__struct_fields__]
+        raise ConfigError(f"unknown field {wrong!r}{hint(wrong, known)}")
+    config = ClusterConfig(**cluster)
+    check_node_counts(config.topology, dict.fromkeys(fields, ""))
+    return ModelConfig(**base), config

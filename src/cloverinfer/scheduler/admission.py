@@ -189,7 +189,7 @@ class Admission:
         request = seat.request
         slot = home.new_slot()
         home.transfers[slot] = seat
-        seat.transfer = Transfer(slot, request.incarnation, len(blocks))
+        seat.transfer = Transfer(slot, len(blocks))
         source = seat.prefill.name
         self._state.send(
             home, ExpectTransfer(slot, request.number, request.incarnation, source, blocks)

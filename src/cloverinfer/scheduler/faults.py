@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..core.request import RequestState
+from ..wire.messages import NodeGone
 from .admission import Admission
 from .state import Lane, Node, Seat, State
 
@@ -24,6 +25,7 @@ class Faults:
         node.alive = False
         for lane in node.lanes:
             self._abandon(lane)
+        self._tell_partners(node)
         error = f"node {name} died: {reason}"
         self._state.fail(
             [seat for seat in self._state.seats.values() if _needs(seat, node)], error, now
@@ -79,6 +81,13 @@ class Faults:
             # They hold a cache, but nobody can decode them.
             undecoded = [seat for seat in self._state.seats.values() if not _decoding(seat)]
             self._state.fail(undecoded, error, now)
+
+    def _tell_partners(self, dead: Node) -> None:
+        """Whoever waits for its answer stops waiting; what it asked for is not done."""
+        partner = {"attention": "dense", "dense": "attention"}.get(dead.role)
+        for node in self._state.nodes.values():
+            if node.role == partner:
+                self._state.send(node, NodeGone(dead.name))
 
     def _fail_misfits(self, now: float) -> None:
         """Fails the waiting that only a pool of the dead node could have held."""

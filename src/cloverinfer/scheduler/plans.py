@@ -118,7 +118,7 @@ class PlanWriter:
         told = home.told.get(number)
         held = pool.num_held(number)
         if told is None:
-            plan.joins.append(AttentionJoin(number, seat.request.incarnation, pool.table(number)))
+            plan.joins.append(AttentionJoin(number, pool.table(number)))
         elif held > told:
             plan.blocks.append((number, pool.table(number, told)))
         home.told[number] = held

@@ -37,17 +37,17 @@ class Results:
         return events
 
     def step_failed(self, failed: StepFailed, now: float) -> None:
-        """Fails the step's requests. Where it failed because a home died, only those that lived
+        """Fails the step's requests. Where it failed because a home is gone, only those that live
         there are lost: the others did not advance, and their step is done again."""
         lane = self._state.lane(failed.node, failed.lane)
         if lane is None or lane.flight is None or lane.flight.step != failed.step:
             return
         rows = self._land(lane).rows
-        orphaned = any(row.seat.home is not None and not row.seat.home.alive for row in rows)
-        for row in rows:
+        lost = [_homeless(row.seat, failed.gone) for row in rows]
+        for row, is_lost in zip(rows, lost, strict=True):
             if row.seat.request.finished:
                 self._state.vacate(row.seat)
-            elif not orphaned:
+            elif is_lost or not any(lost):
                 self._state.fail([row.seat], f"step failed on {failed.node}: {failed.error}", now)
             elif lane.node.role == "prefill":
                 # Some of the chunk may have been put already, and a block must come only once.
@@ -137,6 +137,10 @@ def _reason_to_end(seat: Seat, token: int) -> str | None:
     if token in seat.stops:
         return "stop"
     return "length" if seat.request.num_tokens >= seat.limit else None
+
+
+def _homeless(seat: Seat, gone: list[str]) -> bool:
+    return seat.home is not None and (not seat.home.alive or seat.home.name in gone)
 
 
 def _mark_idle(lane: Lane, now: float) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ..config import CacheConfig, SchedulerConfig
 from ..core.request import Request, RequestState
-from ..wire.messages import AttentionDone, Message, StepDone, StepFailed, TransferDone
+from ..wire.messages import Message, StepDone, StepFailed, TransferDone
 from .admission import Admission
 from .faults import Faults
 from .integrity import check_state
@@ -95,10 +95,6 @@ class Scheduler:
     def on_transfer_done(self, done: TransferDone, now: float) -> None:
         """The request may decode once its first token is known too; or it fails."""
         self._results.transfer_done(done, now)
-
-    def on_attention_done(self, done: AttentionDone, now: float) -> None:
-        """Nothing to decide: the dense node's report ends the step. Here so that whoever drives
-        the scheduler hands every report to it."""
 
     def on_node_died(self, name: str, reason: str, now: float) -> None:
         """Requests that depend on the node fail with the reason; the others go on without it."""

@@ -25,7 +25,6 @@ class Transfer:
     """A promise that a prefill will put blocks into a home pool."""
 
     slot: int
-    incarnation: int
     num_blocks: int
     """Blocks promised; the others are held at home already."""
     whole: bool = False

@@ -92,14 +92,11 @@ class Api:
         if tokenizer is None or not tokenizer.has_chat_template:
             raise RequestError(f"{self.name} has no chat template; use /v1/completions", "messages")
         # In a thread: a long conversation must not stall the streams of others.
-        prompt = await asyncio.to_thread(tokenizer.apply_chat_template, body.plain_messages())
+        prompt = await asyncio.to_thread(tokenizer.chat_token_ids, body.plain_messages())
         limit = body.token_limit()
         if limit is None:
-            ids = prompt
-            if isinstance(ids, str):
-                ids = await asyncio.to_thread(tokenizer.encode, ids)
             # A prompt that leaves no room is refused by the engine, which knows the numbers.
-            limit = max(1, self.engine.max_model_len - len(ids))
+            limit = max(1, self.engine.max_model_len - len(prompt))
         job = Job(ChatForm(self.name), [prompt], [""])
         sampling = body.sampling(limit)
         return await self._answer(job, sampling, request, bool(body.stream), body.include_usage)
@@ -143,6 +140,9 @@ class Api:
             _raise_failed(first[1])
         except ClientGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
+        except BaseException:
+            await chunks.aclose()  # the other prompts' streams end with it
+            raise
         return EventStream(_events(job, first, chunks, with_usage))
 
 

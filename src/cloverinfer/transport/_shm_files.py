@@ -105,6 +105,10 @@ def start_time(pid: int) -> int | None:
     return None if fields[_STATE] in (b"Z", b"X") else int(fields[_STARTED])
 
 
+def lives(pid: int) -> bool:
+    return start_time(pid) is not None
+
+
 def remove_leftovers(pid: int | None = None) -> list[str]:
     """Unlinks the segments of a dead process, or of all dead processes; returns their names.
 

@@ -36,6 +36,7 @@ from ._shared import (
 )
 from ._shm_files import (
     create_segment,
+    lives,
     names,
     new_prefix,
     open_segment,
@@ -58,7 +59,7 @@ from .base import (
     Ticket,
 )
 
-__all__ = ["ShmEndpoint", "remove_leftovers"]
+__all__ = ["ShmEndpoint", "lives", "remove_leftovers"]
 
 _ADDRESS = re.compile(r"shm://(cloverinfer-(\d+)-[0-9a-f]+)")
 _REGION = re.compile(r"g\d+")

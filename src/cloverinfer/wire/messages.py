@@ -79,7 +79,6 @@ class AttentionJoin(msgspec.Struct, array_like=True):
     """A request's block table becomes known to an attention node."""
 
     request: int
-    incarnation: int
     blocks: list[int]
 
 
@@ -173,12 +172,14 @@ class StepDone(msgspec.Struct, array_like=True, tag="done"):
 
 
 class StepFailed(msgspec.Struct, array_like=True, tag="failed"):
-    """A step raised; none of its rows advanced."""
+    """A step raised; none of its rows advanced, and nobody works on it any more."""
 
     node: str
     lane: int
     step: int
     error: str
+    gone: list[str] = []
+    """Nodes that could not be reached, where that is why: rows of other homes are not to blame."""
 
 
 class AttentionDone(msgspec.Struct, array_like=True, tag="attended"):
@@ -203,6 +204,13 @@ class HopFailed(msgspec.Struct, array_like=True, tag="hop failed"):
     lane: int
     step: int
     error: str
+
+
+class NodeGone(msgspec.Struct, array_like=True, tag="gone"):
+    """From scheduler to nodes that work with a node which has died: nothing of it will come, and
+    what has come is void."""
+
+    name: str
 
 
 class PeerInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -270,6 +278,7 @@ Message = Union[
     StepFailed,
     AttentionDone,
     HopFailed,
+    NodeGone,
     Meet,
     Met,
     Shutdown,

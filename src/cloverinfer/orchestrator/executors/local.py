@@ -9,12 +9,11 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ...core.errors import NodeStartError
+from ...core.errors import NodeStartError, describe
 from ...nodes.base import Node
 from ...nodes.build import build_node
 from ...nodes.config import NodeConfig
 from ...nodes.gate import Gate, OpenGate
-from ...nodes.local import describe
 from ...wire.messages import NodeInfo
 from .base import STOP_SECONDS, Executor, OnDeath, Progress
 
@@ -69,6 +68,7 @@ class LocalExecutor(Executor):
         """A node's thread: the boundary where its errors become a reason."""
         try:
             node = build_node(config, gate)
+            info = node.info()
         except Exception as problem:
             log.debug("%s could not start", config.name, exc_info=True)
             reports.put((config.name, describe(problem)))
@@ -76,7 +76,7 @@ class LocalExecutor(Executor):
         self._nodes[config.name] = node
         if self._stopping.is_set():
             node.stop()
-        reports.put((config.name, node.info()))
+        reports.put((config.name, info))
         reason = "its loop ended"
         try:
             node.run()

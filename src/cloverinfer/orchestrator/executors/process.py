@@ -3,6 +3,7 @@ does the node."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import selectors
@@ -66,11 +67,14 @@ class ProcessExecutor(Executor):
             process = subprocess.Popen(
                 [sys.executable, "-m", "cloverinfer.nodes.main", str(writing)],
                 stdin=subprocess.PIPE,
-                stdout=sys.stderr,
+                stdout=2,  # a node's standard output is for logs
                 pass_fds=(writing,),
                 env=env,
                 start_new_session=True,  # Ctrl-C reaches this process alone, which ends its nodes
             )
+        except OSError:
+            os.close(reading)
+            raise
         finally:
             os.close(writing)
         assert process.stdin is not None
@@ -115,9 +119,9 @@ class ProcessExecutor(Executor):
 
     def _watch(self, child: _Child, on_death: OnDeath) -> None:
         code = child.process.wait()
-        remove_leftovers(child.process.pid)
         if not self._stopping.is_set():
             on_death(child.name, f"its process ended with {exit_reason(code)}")
+        remove_leftovers(child.process.pid)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -127,7 +131,8 @@ class ProcessExecutor(Executor):
                 os.close(child.report)
                 child.report = -1
             assert child.process.stdin is not None
-            child.process.stdin.close()  # the end of its input ends the node
+            with contextlib.suppress(BrokenPipeError):  # it ended before it read its config
+                child.process.stdin.close()  # the end of its input ends the node
         for child in self._children:
             try:
                 child.process.wait(max(0.0, deadline - time.monotonic()))

@@ -8,6 +8,7 @@ must not call.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...core.errors import NodeStartError
 from ...nodes.config import NodeConfig
-from ...transport.shm import remove_leftovers
+from ...transport.shm import lives, remove_leftovers
 from ...wire.messages import NodeInfo
 from ..layout import usable_cores
 from .base import STOP_SECONDS, Executor, OnDeath, Progress
@@ -38,10 +39,13 @@ class NodeActor:
         self._config = msgspec.msgpack.decode(config, type=NodeConfig)
         self._node: Any = None
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def start(self) -> tuple[bytes, str]:
         """The node's info; or nothing, and why it could not start."""
+        from ...core.errors import describe
         from ...nodes.build import build_node
-        from ...nodes.local import describe
 
         try:
             self._node = build_node(self._config)
@@ -60,7 +64,7 @@ class NodeActor:
 class RayExecutor(Executor):
     def __init__(self) -> None:
         self._actors: dict[str, Any] = {}
-        self._pids: dict[str, int] = {}
+        self._pids: dict[str, Future[int]] = {}
         self._runs: list[Future[None]] = []
         self._stopping = threading.Event()
         self._owns_ray = False
@@ -78,7 +82,9 @@ class RayExecutor(Executor):
                 runtime_env={"env_vars": {"GOMP_SPINCOUNT": SPIN_COUNT}},
             )
             for config in configs:
-                self._actors[config.name] = options.remote(msgspec.msgpack.encode(config))
+                actor = options.remote(msgspec.msgpack.encode(config))
+                self._actors[config.name] = actor
+                self._pids[config.name] = actor.pid.remote().future()
             infos = self._await_starts(deadline, timeout)
         except BaseException:
             self.stop()
@@ -93,6 +99,7 @@ class RayExecutor(Executor):
         if ray.is_initialized():
             return
         progress("starting an embedded Ray on this machine")
+        self._owns_ray = True
         ray.init(
             address="local",
             num_cpus=usable_cores(),
@@ -100,7 +107,6 @@ class RayExecutor(Executor):
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-        self._owns_ray = True
 
     def _await_starts(self, deadline: float, timeout: float) -> list[NodeInfo]:
         """Infos in order; raises as soon as one node reports that it cannot start."""
@@ -115,7 +121,6 @@ class RayExecutor(Executor):
             for future in ready:
                 name = starts.pop(future)
                 infos[name] = _info_of(name, future)
-                self._pids[name] = infos[name].pid
         return [infos[name] for name in self._actors]
 
     def _on_end(self, name: str, run: Future[None], on_death: OnDeath) -> None:
@@ -124,8 +129,8 @@ class RayExecutor(Executor):
             return
         problem = run.exception()
         reason = str(problem).strip().splitlines()[0] if problem else "its loop ended"
-        remove_leftovers(self._pids[name])
         on_death(name, reason)
+        remove_leftovers(self._pids[name].result())
 
     def stop(self) -> None:
         if self._stopping.is_set():
@@ -136,7 +141,15 @@ class RayExecutor(Executor):
         finally:
             if self._owns_ray:
                 ray.shutdown()
-        for pid in self._pids.values():
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Removes what nodes that were killed have left, once they are gone."""
+        pids = [f.result() for f in self._pids.values() if f.done() and f.exception() is None]
+        deadline = time.monotonic() + STOP_SECONDS
+        while any(map(lives, pids)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for pid in pids:
             remove_leftovers(pid)
 
     def _stop_actors(self) -> None:
