@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.processes import start
 from tests.tiny_models import make_tiny
 
 SCRIPT = """
@@ -57,11 +58,10 @@ def running(pid):
     ],
 )
 def test_nothing_is_left_of_a_script_that_is_ended(model, executor, end):
-    script = subprocess.Popen(
+    script = start(
         [sys.executable, "-c", SCRIPT, model, executor],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         start_new_session=True,
     )
     try:
@@ -91,11 +91,10 @@ def test_nothing_is_left_of_a_script_that_is_ended(model, executor, end):
 
 
 def test_an_interrupted_start_leaves_nothing(model):
-    script = subprocess.Popen(
+    script = start(
         [sys.executable, "-c", SCRIPT, model, "process"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         start_new_session=True,
     )
     try:

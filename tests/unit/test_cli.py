@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests import processes
 
 from cloverinfer import __version__, cli
 from cloverinfer.core.errors import NodeStartError
@@ -59,7 +60,7 @@ def engines(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def start(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", RUN, *arguments]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, bufsize=1)
+    return processes.start(command, stdout=pipe, stderr=pipe, bufsize=1)
 
 
 def test_text_goes_to_stdout_and_the_rest_to_stderr(engines: list[Any], capsys: Any) -> None:
