@@ -208,6 +208,53 @@ def test_with_another_of_its_role_a_dead_node_is_done_without(model):
         assert len(llm.generate([[1, 2], [3]], GREEDY)[1].token_ids) == 8
 
 
+def test_a_death_under_load_ends_only_what_lived_there(model):
+    fields = {"topology": "pda", "executor": "process", "num_attention_nodes": 2, "num_blocks": 64}
+    long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    with LLM(model, **fields) as llm:
+        pid = next(r["pid"] for r in llm.engine.nodes() if r["name"] == "attention-0")
+        streams = [llm.engine.stream_sync([1 + i], long) for i in range(4)]
+        for stream in streams:
+            next(stream)
+        os.kill(pid, signal.SIGKILL)
+        lasts = [list(stream)[-1] for stream in streams]
+        ends = [last.finish_reason for last in lasts]
+        assert sorted(ends) == ["error", "error", "length", "length"]
+        assert all("attention-0" in last.error for last in lasts if last.error)
+        assert llm.engine.failure is None
+        check_idle(llm, without=["attention-0"])
+
+
+def test_a_sink_that_raises_ends_its_own_request_alone(llm):
+    def sink(item):
+        raise RuntimeError("nobody listens")
+
+    llm.engine.submit([1, 2, 3], GREEDY, sink)
+    assert len(llm.generate([[1, 2]], GREEDY)[0].token_ids) == 8
+    assert llm.engine.failure is None
+
+
+def test_a_submission_that_races_with_close_is_always_answered(model):
+    for pause in (0.0, 0.001, 0.005):
+        llm = LLM(model, topology="colocated", num_blocks=64)
+        answered = []
+
+        def submit(llm=llm, answered=answered):
+            try:
+                while True:
+                    answered.append(list(llm.engine.stream_sync([1], GREEDY)))
+            except EngineClosedError as end:
+                answered.append(end)
+
+        thread = threading.Thread(target=submit)
+        thread.start()
+        time.sleep(pause)
+        llm.close()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert isinstance(answered[-1], EngineClosedError)
+
+
 def wait_until(true, seconds=10):
     deadline = time.monotonic() + seconds
     while not true():
@@ -219,7 +266,7 @@ def alive(pid):
     return os.path.exists(f"/proc/{pid}")
 
 
-@pytest.mark.parametrize("executor", ["local", "process"])
+@pytest.mark.parametrize("executor", ["local", "process", "ray"])
 def test_a_node_that_cannot_start_says_why_and_the_others_are_stopped(model, executor):
     broken = ModelConfig(model_path=model.model_path, dtype="float32")
     with pytest.raises((NodeStartError, ConfigError), match="memory_gib"):
