@@ -47,6 +47,7 @@ class FakeTokenizer:
     """A token is a word; ids are positions in the list of words met so far."""
 
     has_chat_template = True
+    vocab_size = 10**6
 
     def __init__(self) -> None:
         self.words: list[str] = []

@@ -27,7 +27,14 @@ from .config import (
     ServerConfig,
     load_config,
 )
-from .config.cluster import DTYPES, EXECUTORS, LOAD_FORMATS, TOPOLOGIES
+from .config.cluster import (
+    ATTENTION_BACKENDS,
+    DTYPES,
+    EXECUTORS,
+    LOAD_FORMATS,
+    TOPOLOGIES,
+    TRANSPORTS,
+)
 from .core.errors import CloverError, RequestError
 from .core.sampling import SamplingParams
 
@@ -182,11 +189,13 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     _option(group, "--dense", "cluster.num_decode_dense_nodes", text, int)
     text = "attention nodes of pda (default: 1)"
     _option(group, "--attention", "cluster.num_attention_nodes", text, int)
-    text = f"auto, inproc, shm or ray (default: {cluster.transport})"
-    _option(group, "--transport", "cluster.transport", text)
-    text = f"auto, cpu or torch (default: {cluster.attention_backend})"
-    _option(group, "--attention-backend", "cluster.attention_backend", text)
-    text = "compute threads of this host (default: its cores)"
+    text = f"default: {cluster.transport}"
+    _option(group, "--transport", "cluster.transport", text, choices=TRANSPORTS)
+    text = f"default: {cluster.attention_backend}"
+    _option(
+        group, "--attention-backend", "cluster.attention_backend", text, choices=ATTENTION_BACKENDS
+    )
+    text = "compute threads of each process (default: the cores it may use)"
     _option(group, "--threads", "cluster.threads", text, int)
     text = f"seconds that the nodes may take to start (default: {cluster.start_timeout:g})"
     _option(group, "--start-timeout", "cluster.start_timeout", text, float)

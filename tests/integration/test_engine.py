@@ -85,7 +85,15 @@ def test_metrics_add_up(llm):
 
 @pytest.mark.parametrize(
     ("prompt", "param"),
-    [([], "prompt"), ([10**6], "prompt"), ([-1], "prompt"), ([1.5], "prompt"), ("text", "prompt")],
+    [
+        ([], "prompt"),
+        ([10**6], "prompt"),
+        ([-1], "prompt"),
+        ([1.5], "prompt"),
+        ("text", "prompt"),
+        ({1: 2}, "prompt"),
+        (b"bytes", "prompt"),
+    ],
 )
 def test_a_bad_prompt_is_refused_and_the_system_serves_on(llm, prompt, param):
     with pytest.raises(RequestError) as caught:
@@ -103,7 +111,8 @@ def test_a_prompt_past_context_or_pool_is_refused_with_numbers(llm):
     "fields",
     [{"max_tokens": 0}, {"max_tokens": -1}, {"temperature": -1}, {"temperature": float("nan")},
      {"top_p": 0}, {"top_p": 1.1}, {"top_k": -5}, {"seed": 2**70}, {"stop": [""]},
-     {"max_tokens": True}],
+     {"max_tokens": True}, {"max_tokens": 2**64}, {"top_k": 10**30}, {"temperature": 10**400},
+     {"stop_token_ids": [2**40]}],
 )  # fmt: skip
 def test_absurd_parameters_are_refused(fields):
     with pytest.raises(RequestError) as caught:
@@ -253,6 +262,24 @@ def test_a_submission_that_races_with_close_is_always_answered(model):
         thread.join(20)
         assert not thread.is_alive()
         assert isinstance(answered[-1], EngineClosedError)
+
+
+def test_a_forked_child_leaves_the_cluster_alone(model):
+    with LLM(model, topology="pda", executor="process", num_blocks=64) as llm:
+        pid = os.fork()
+        if pid == 0:
+            llm.close()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert len(llm.generate([[1, 2]], GREEDY)[0].token_ids) == 8
+
+
+def test_names_of_requests_are_strings_and_do_not_collide(llm):
+    seen = []
+    with pytest.raises(RequestError, match="request id"):
+        llm.engine.submit([1], GREEDY, seen.append, request_id=[1])
+    llm.engine.submit([1], GREEDY, seen.append, request_id="request-3")
+    assert [len(done.token_ids) for done in llm.generate([[1], [2], [3]], GREEDY)] == [8, 8, 8]
 
 
 def wait_until(true, seconds=10):

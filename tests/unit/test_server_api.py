@@ -163,7 +163,7 @@ def test_neutral_values_are_taken(client: TestClient) -> None:
     ("body", "param", "part"),
     [
         ({"max_tokens": "5"}, "max_tokens", "valid integer"),
-        ({"max_tokens": 0}, "max_tokens", ">= 1"),
+        ({"max_tokens": 0}, "max_tokens", "from 1"),
         ({"temperature": -1}, "temperature", "[0, 100]"),
         ({"top_p": 0}, "top_p", "(0, 1]"),
         ({"stop": ["a"] * 65}, "stop", "64"),

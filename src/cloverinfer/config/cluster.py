@@ -11,6 +11,10 @@ from ..core.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TOPOLOGIES = ("colocated", "pd", "pda")
 EXECUTORS = ("local", "process", "ray")
+TRANSPORTS = ("auto", "inproc", "shm", "ray")
+ATTENTION_BACKENDS = ("auto", "cpu", "torch")
+MOST = 10**9
+"""No count or size means anything beyond it."""
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 
 
@@ -22,15 +26,23 @@ def _check(where: str, field: str, value: Any, good: bool, allowed: str) -> None
 def _int_at_least(where: str, config: Any, low: int, *fields: str) -> None:
     for field in fields:
         value = getattr(config, field)
-        good = isinstance(value, int) and not isinstance(value, bool) and value >= low
-        _check(where, field, value, good, f"an integer >= {low}")
+        good = isinstance(value, int) and not isinstance(value, bool) and low <= value <= MOST
+        _check(where, field, value, good, f"an integer from {low} to {MOST}")
 
 
 def _positive(where: str, config: Any, *fields: str) -> None:
     for field in fields:
         value = getattr(config, field)
-        good = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-        _check(where, field, value, good, "a number > 0")
+        good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MOST
+        _check(where, field, value, good, f"a number > 0, at most {MOST}")
+
+
+_CHOICES = {
+    "topology": TOPOLOGIES,
+    "executor": EXECUTORS,
+    "transport": TRANSPORTS,
+    "attention_backend": ATTENTION_BACKENDS,
+}
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,14 +158,15 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     attention_backend: str = "auto"
     """auto (cpu), cpu or torch."""
     threads: int | None = None
-    """Compute threads of this host, shared by its nodes; None: the cores this process may use."""
+    """Compute threads of each process; None: the cores it may use. Nodes of one process share them
+    (local); nodes of different processes take turns by nature: one computes while others wait."""
     start_timeout: float = 300.0
     """Seconds that all nodes together may take to start."""
     cache: CacheConfig = msgspec.field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
-        for field, known in (("topology", TOPOLOGIES), ("executor", EXECUTORS)):
+        for field, known in _CHOICES.items():
             value = getattr(self, field)
             _check("cluster", field, value, value in known, f"one of {', '.join(known)}")
         _int_at_least(
@@ -166,6 +179,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
         if self.threads is not None:
             _int_at_least("cluster", self, 1, "threads")
+            _check("cluster", "threads", self.threads, self.threads <= 4096, "at most 4096")
         _positive("cluster", self, "start_timeout")
         _check(
             "cluster",

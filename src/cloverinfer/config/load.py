@@ -112,7 +112,8 @@ def _read_file(path: Path) -> Settings:
         raise ConfigError(f"cannot read the configuration file {path}: {reason}") from error
     try:
         data = yaml.load(text, Loader=_UniqueKeys)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, TypeError, RecursionError) as error:
+        # TypeError: a list or a mapping as a key; RecursionError: nested without end.
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path} is not valid YAML: {reason}") from error
     if data is None:

@@ -65,3 +65,11 @@ def describe(problem: BaseException) -> str:
     return (
         str(problem) if isinstance(problem, CloverError) else f"{type(problem).__name__}: {problem}"
     )
+
+
+def check_text(text: str) -> None:
+    """``RequestError`` for text that no tokenizer can read (a lone surrogate)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        raise RequestError("the prompt is not valid Unicode text", "prompt") from problem

@@ -9,6 +9,8 @@ import msgspec
 from .errors import RequestError
 
 MAX_STOP_STRINGS = 64
+MOST = 2**31 - 1
+"""Largest count or token id."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,14 +35,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self._check(
-            "max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1"
+            "max_tokens",
+            _is_int(self.max_tokens) and 1 <= self.max_tokens <= MOST,
+            f"an integer from 1 to {MOST}",
         )
         self._check(
             "temperature",
             _is_real(self.temperature) and 0 <= self.temperature <= 100,
             "a number in [0, 100]",
         )
-        self._check("top_k", _is_int(self.top_k) and self.top_k >= -1, "an integer >= 0 (0: all)")
+        self._check(
+            "top_k",
+            _is_int(self.top_k) and -1 <= self.top_k <= MOST,
+            f"an integer from 0 (all) to {MOST}",
+        )
         self._check("top_p", _is_real(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
         self._check(
             "seed",
@@ -58,7 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         ids = self.stop_token_ids
         self._check(
             "stop_token_ids",
-            isinstance(ids, (list, tuple)) and all(_is_int(t) and t >= 0 for t in ids),
+            isinstance(ids, (list, tuple)) and all(_is_int(t) and 0 <= t <= MOST for t in ids),
             "a list of token ids",
         )
         msgspec.structs.force_setattr(self, "stop", tuple(stop))
@@ -78,4 +86,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool):
+        return False
+    # An int may be too large for isfinite, and is finite anyway.
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))

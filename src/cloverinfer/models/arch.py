@@ -7,6 +7,7 @@ configuration asks for and the dense halves cannot do is refused here, by name.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,14 +41,21 @@ def arch_from_config(config: Config, generation: Config | None = None) -> ModelA
     Raises ``ModelError`` naming an architecture, a key or a value that is not supported.
     """
     family = family_of(config)
-    arch = _opt(config, generation) if family == "opt" else _llama_like(family, config, generation)
-    _check_shape(arch)
+    read = _opt if family == "opt" else functools.partial(_llama_like, family)
+    try:
+        arch = read(config, generation)
+        _check_shape(arch)
+    except ModelError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:  # a key's value is of another type
+        raise ModelError(f"config.json: a value makes no sense: {error}") from error
     return arch
 
 
 def family_of(config: Config) -> str:
     """The family of a ``config.json``; ``ModelError`` listing the known ones."""
     names = config.get("architectures") or []
+    names = [names] if isinstance(names, str) else names
     for name in names:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]

@@ -35,6 +35,8 @@ from .weights import (
 )
 
 _CPU_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+MAX_PATH = 4000
+"""Characters; the system refuses longer paths with an error of its own."""
 _SAMPLE = 1 << 16
 """Bytes at the start, middle and end of a weight file that its identity is taken from."""
 
@@ -103,6 +105,8 @@ def load_tokenizer(model: ResolvedModel) -> Tokenizer:
 def _locate(config: ModelConfig, progress: Progress) -> tuple[Path, str]:
     """The folder and how its weights are stored."""
     path, wanted = Path(config.model_path).expanduser(), config.load_format
+    if len(config.model_path) > MAX_PATH or "\0" in config.model_path:
+        raise unknown_model(config.model_path[:80])
     if path.is_dir():
         if wanted == "gguf":
             raise ModelError(f"{path}: load_format 'gguf' needs the path of a GGUF file")

@@ -53,7 +53,8 @@ def frame_config(config: NodeConfig) -> bytes:
 
 
 def main(report_fd: int) -> int:
-    logging.basicConfig(level=os.environ.get("CLOVER_LOG_LEVEL", "WARNING").upper())
+    level = os.environ.get("CLOVER_LOG_LEVEL", "WARNING").upper()
+    logging.basicConfig(level=level if isinstance(logging.getLevelName(level), int) else "WARNING")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it ends us in order
     stream = sys.stdin.buffer
     config = read_config(stream)

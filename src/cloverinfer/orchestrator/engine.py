@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import random
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +19,13 @@ from typing import Any
 
 from ..config.cluster import ClusterConfig, ModelConfig
 from ..core.clock import Clock, monotonic
-from ..core.errors import CloverError, EngineClosedError, RequestError, TransportError
+from ..core.errors import (
+    CloverError,
+    EngineClosedError,
+    RequestError,
+    TransportError,
+    check_text,
+)
 from ..core.request import Request
 from ..core.sampling import SamplingParams
 from ..models import IncrementalDetokenizer, Tokenizer
@@ -90,6 +98,7 @@ class Engine:
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
         self._closed = False
+        self._pid = os.getpid()
         self._stats = StatsLog()
         self._planned: dict[tuple[str, int, int], StepRecord] = {}
         self._live: dict[int, _Live] = {}
@@ -130,12 +139,14 @@ class Engine:
     ) -> str:
         """Begins a request and returns its id. Raises ``RequestError`` or ``EngineClosedError`` at
         once for what can be known at once; the rest reaches the sink."""
-        token_ids = self._tokens(prompt)
+        if request_id is not None and not isinstance(request_id, str):
+            raise RequestError(f"a request id is a string, not {request_id!r}", "request_id")
+        token_ids = self.tokens(prompt)
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, which this model lacks", "stop")
         self._check_open()
         number = next(self._numbers)
-        name = request_id or f"request-{number}"
+        name = request_id or f"request-{number}-{secrets.token_hex(4)}"
         detokenizer = IncrementalDetokenizer(self.tokenizer) if self.tokenizer else None
         request = Request(
             number,
@@ -160,7 +171,10 @@ class Engine:
         return self._reports.rows()
 
     def close(self) -> None:
-        """Ends requests under way with ``EngineClosedError``, then all nodes."""
+        """Ends requests under way with ``EngineClosedError``, then all nodes. In a process that was
+        forked off the engine's it does nothing: the nodes are not its own."""
+        if os.getpid() != self._pid:
+            return
         with self._close_lock:
             if self._closed:
                 return
@@ -173,11 +187,16 @@ class Engine:
                 self.cluster.close()
             self._closed = True
 
-    def _tokens(self, prompt: str | list[int]) -> list[int]:
+    def tokens(self, prompt: str | list[int]) -> list[int]:
+        """A prompt as checked token ids; takes long for a long text, from any thread."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("this model has no tokenizer: pass token ids", "prompt")
+            check_text(prompt)
             prompt = self.tokenizer.encode(prompt)
+        elif not isinstance(prompt, (list, tuple)):
+            kind = type(prompt).__name__
+            raise RequestError(f"a prompt is a string or a list of token ids, not {kind}", "prompt")
         vocab = self.cluster.infos[0].vocab_size
         if not prompt:
             raise RequestError("the prompt is empty", "prompt")

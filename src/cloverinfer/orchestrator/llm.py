@@ -18,6 +18,8 @@ from ..core.sampling import SamplingParams
 from ..models import Tokenizer
 from .engine import Chunk, Engine, Sink
 
+LONG_TEXT = 2000
+"""Characters whose tokenization takes about as long as a detour through a thread."""
 _CONFIGS = (ModelConfig, ClusterConfig, CacheConfig, SchedulerConfig)
 
 
@@ -86,6 +88,9 @@ class AsyncLLM:
             # Raises where the loop has been closed under us, which ends the request.
             loop.call_soon_threadsafe(arrived.put_nowait, item)
 
+        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+            # In a thread: it must not stall the streams of others on this loop.
+            prompt = await asyncio.to_thread(self._engine.tokens, prompt)
         name = self._engine.submit(prompt, sampling, sink, request_id)
         over = False
         try:
@@ -242,9 +247,12 @@ def _completion(chunks: Sequence[Chunk]) -> Completion:
 
 
 def _as_prompts(prompts: str | list[int] | Sequence[str | list[int]]) -> list[str | list[int]]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        kind = type(prompts).__name__
+        raise RequestError(f"prompts are a list of strings or token id lists, not {kind}", "prompt")
+    return [list(prompts)] if prompts and isinstance(prompts[0], int) else list(prompts)
 
 
 def _as_params(

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from .. import __version__
-from ..core.errors import CloverError, EngineClosedError, RequestError
+from ..core.errors import CloverError, EngineClosedError, RequestError, check_text
 from ..core.sampling import SamplingParams
 from .engine import Chunk, Engine
 from .errors import ApiError, classify, error_body, install_handlers
@@ -92,7 +92,10 @@ class Api:
         if tokenizer is None or not tokenizer.has_chat_template:
             raise RequestError(f"{self.name} has no chat template; use /v1/completions", "messages")
         # In a thread: a long conversation must not stall the streams of others.
-        prompt = await asyncio.to_thread(tokenizer.chat_token_ids, body.plain_messages())
+        messages = body.plain_messages()
+        for message in messages:
+            check_text(message["content"])
+        prompt = await asyncio.to_thread(tokenizer.chat_token_ids, messages)
         limit = body.token_limit()
         if limit is None:
             # A prompt that leaves no room is refused by the engine, which knows the numbers.
@@ -118,9 +121,13 @@ class Api:
     def _as_text(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):
             return prompt
-        if self.engine.tokenizer is None:
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
             raise RequestError(f"{self.name} has no tokenizer to echo token ids with", "echo")
-        return self.engine.tokenizer.decode(prompt)
+        bad = next((one for one in prompt if not 0 <= one < tokenizer.vocab_size), None)
+        if bad is not None:
+            raise RequestError(f"token id {bad} is not in [0, {tokenizer.vocab_size})", "prompt")
+        return tokenizer.decode(prompt)
 
     async def _answer(
         self, job: Job, sampling: SamplingParams, request: Request, stream: bool, with_usage: bool

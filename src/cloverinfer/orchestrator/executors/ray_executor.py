@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -100,6 +101,7 @@ class RayExecutor(Executor):
             return
         progress("starting an embedded Ray on this machine")
         self._owns_ray = True
+        before = signal.getsignal(signal.SIGTERM)
         ray.init(
             address="local",
             num_cpus=usable_cores(),
@@ -107,6 +109,8 @@ class RayExecutor(Executor):
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)  # Ray has taken it
 
     def _await_starts(self, deadline: float, timeout: float) -> list[NodeInfo]:
         """Infos in order; raises as soon as one node reports that it cannot start."""
