@@ -1,5 +1,6 @@
 """Whatever ends a command, no process and no shared memory of it is left."""
 
+import glob
 import os
 import signal
 import subprocess
@@ -34,6 +35,10 @@ def segments(pids):
     return [name for name in os.listdir("/dev/shm") if name.startswith(owners)]
 
 
+def ray_folders():
+    return set(glob.glob("/tmp/cloverinfer-ray-*"))
+
+
 def gone(pids, seconds=20):
     deadline = time.monotonic() + seconds
     while any(running(pid) for pid in pids) and time.monotonic() < deadline:
@@ -58,6 +63,7 @@ def running(pid):
     ],
 )
 def test_nothing_is_left_of_a_script_that_is_ended(model, executor, end):
+    before = ray_folders()
     script = start(
         [sys.executable, "-c", SCRIPT, model, executor],
         stdout=subprocess.PIPE,
@@ -78,6 +84,7 @@ def test_nothing_is_left_of_a_script_that_is_ended(model, executor, end):
     if end == signal.SIGINT:
         assert "KeyboardInterrupt" in errors
         assert segments(pids) == []
+        assert ray_folders() <= before
     else:  # it could not clean up; the next start does
         subprocess.run(
             [

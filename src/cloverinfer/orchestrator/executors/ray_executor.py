@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -68,7 +70,8 @@ class RayExecutor(Executor):
         self._pids: dict[str, Future[int]] = {}
         self._runs: list[Future[None]] = []
         self._stopping = threading.Event()
-        self._owns_ray = False
+        self._ray_folder = ""
+        """Of the embedded Ray; empty where a Ray was running already."""
 
     def start(
         self, configs: Sequence[NodeConfig], timeout: float, on_death: OnDeath, progress: Progress
@@ -100,7 +103,8 @@ class RayExecutor(Executor):
         if ray.is_initialized():
             return
         progress("starting an embedded Ray on this machine")
-        self._owns_ray = True
+        # In /tmp whatever TMPDIR says: its sockets' paths may have 107 characters.
+        self._ray_folder = tempfile.mkdtemp(prefix="cloverinfer-ray-", dir="/tmp")
         before = signal.getsignal(signal.SIGTERM)
         ray.init(
             address="local",
@@ -108,6 +112,7 @@ class RayExecutor(Executor):
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
+            _temp_dir=self._ray_folder,
         )
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray has taken it
@@ -143,9 +148,17 @@ class RayExecutor(Executor):
         try:
             self._stop_actors()
         finally:
-            if self._owns_ray:
-                ray.shutdown()
+            if self._ray_folder:
+                self._end_ray()
             self._sweep()
+
+    def _end_ray(self) -> None:
+        """Ends the embedded Ray and removes its files; its last agents may write for a moment."""
+        ray.shutdown()
+        deadline = time.monotonic() + STOP_SECONDS
+        while os.path.exists(self._ray_folder) and time.monotonic() < deadline:
+            shutil.rmtree(self._ray_folder, ignore_errors=True)
+            time.sleep(0.05)
 
     def _sweep(self) -> None:
         """Removes what nodes that were killed have left, once they are gone."""
