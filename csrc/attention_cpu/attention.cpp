@@ -35,7 +35,7 @@ Attention::Attention(int threads, const std::string& isa, void* pool, int64_t po
       pool_bytes_(pool_bytes),
       block_size_(block_size),
       num_blocks_(num_blocks),
-      threads_(threads) {
+      threads_(ThreadPool::shared(threads)) {
   require(block_size >= 1, "block_size must be at least 1");
   require(num_blocks >= 1, "num_blocks must be at least 1");
 }
@@ -144,8 +144,8 @@ int64_t Attention::list_items(const Layer& layer, const AttendCall& call) {
 void Attention::split_items(const Layer& layer, int64_t total) {
   spans_.clear();
   item_of_.clear();
-  const int64_t share = ceil_div(total, threads_.threads() * kSpansPerThread);
-  const int64_t most = threads_.threads() == 1 ? total : std::max(kMinSpan, share);
+  const int64_t share = ceil_div(total, threads_->threads() * kSpansPerThread);
+  const int64_t most = threads_->threads() == 1 ? total : std::max(kMinSpan, share);
   size_t partials = 0;
   for (size_t i = 0; i < items_.size(); ++i) {
     const Span& whole = whole_[i];
@@ -177,14 +177,14 @@ void Attention::attend(int index, const AttendCall& call) {
 void Attention::run(const Entry& entry, const AttendCall& call, int64_t total) {
   const Layer& layer = entry.layer;
   const int64_t scratch = scratch_floats(layer) + partial_floats(layer) + 16;  // a line apart
-  const size_t floats = static_cast<size_t>(scratch) * threads_.threads();
+  const size_t floats = static_cast<size_t>(scratch) * threads_->threads();
   if (scratch_.size() < floats) scratch_.resize(floats);
   Plan plan = {this, &entry, &call, scratch};
   const int count = static_cast<int>(spans_.size());
   if (total * (layer.k_dim + layer.v_dim) * dtype_bytes(layer.dtype) < kAloneBytes) {
     for (int i = 0; i < count; ++i) run_span(plan, i, 0);
   } else {
-    threads_.run(
+    threads_->run(
         count,
         [](void* context, int i, int thread) {
           const Plan& plan = *static_cast<Plan*>(context);

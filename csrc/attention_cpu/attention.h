@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "attention_cpu/kernel.h"
-#include "attention_cpu/thread_pool.h"
+#include "common/thread_pool.h"
 
 namespace clover::attention {
 
@@ -102,7 +102,7 @@ class Attention {
   int block_size_;
   int64_t num_blocks_;
   int64_t used_bytes_ = 0;
-  ThreadPool threads_;
+  std::shared_ptr<ThreadPool> threads_;
   std::vector<std::unique_ptr<Entry>> layers_;
   // Kept between calls so that they do not allocate once they have grown.
   std::vector<Span> whole_;  // one per item, before it is split

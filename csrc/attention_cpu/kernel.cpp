@@ -8,7 +8,7 @@
 // one copy of it, perhaps the one that only newer processors can run.
 #include "attention_cpu/kernel.h"
 
-#include "attention_cpu/simd.h"
+#include "common/simd.h"
 
 #ifndef CLOVER_ISA
 #error "compile with -DCLOVER_ISA=<name of the instruction set>"

@@ -76,6 +76,75 @@ class CpuAttentionPool:
         /,
     ) -> None: ...
 
+# --- the dense half on the CPU (csrc/bindings/dense_cpu.cpp) ---
+
+DENSE_MAX_TOKENS: int
+"""Tokens that a call of ``CpuDense`` may have."""
+
+def dense_isas() -> list[str]:
+    """Instruction sets compiled in and supported by this processor, the baseline first."""
+
+class CpuDense:
+    """Stages of a Llama over bfloat16 weights of the caller's, which must outlive it.
+
+    Addresses of what is not there are 0; strides count elements from token to token. Whatever is
+    out of range is a ``ValueError``.
+    """
+
+    def __init__(
+        self,
+        *,
+        threads: int,
+        isa: str,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        ffn: int,
+        vocab: int,
+        eps: float,
+        embedding: int,
+        final_norm: int,
+        head: int,
+    ) -> None: ...
+    def add_layer(
+        self,
+        *,
+        input_norm: int,
+        qkv: tuple[int, int],
+        qk_norm: int,
+        out: tuple[int, int],
+        post_norm: int,
+        gate_up: tuple[int, int],
+        down: tuple[int, int],
+    ) -> None:
+        """The next layer; pairs are the addresses of a weight and its bias."""
+
+    def isa(self) -> str: ...
+    def stage(
+        self,
+        index: int,
+        tokens: int,
+        token_ids: int,
+        attended: int,
+        attended_stride: int,
+        hidden: int,
+        hidden_out: int,
+        cos: int,
+        sin: int,
+        q: int,
+        q_stride: int,
+        k: int,
+        k_stride: int,
+        v: int,
+        v_stride: int,
+        /,
+    ) -> None:
+        """Hidden rows are float32, token ids int64, all else bfloat16."""
+
+    def logits(self, hidden: int, tokens: int, out: int, /) -> None:
+        """Float32 both."""
+
 # --- copies and mailboxes in shared memory (csrc/bindings/shm.cpp) ---
 # Memory is any writable contiguous buffer (``src`` and payloads may be read-only). It stays pinned
 # as long as an object made from it lives. Nothing here holds the GIL while it copies or waits.

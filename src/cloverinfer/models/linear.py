@@ -53,9 +53,11 @@ class PackedLinear(Linear):
         return self._product_add(x, residual, self.weight, self.bias, "add")
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """A product with ``weight``, packed where that is known to work for its type."""
-    if weight.device.type == "cpu" and packing_works(weight.dtype):
+def make_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, packed: bool = True
+) -> Linear:
+    """A product with ``weight``, packed where that is asked for and known to work for its type."""
+    if packed and weight.device.type == "cpu" and packing_works(weight.dtype):
         return PackedLinear(weight, bias)
     return Linear(weight, bias)
 

@@ -4,14 +4,14 @@ A layer is ``x += o(attention(norm(x)))`` and ``x += down(silu(gate(norm(x))) * 
 Weights are fused when they are loaded: q, k and v are one matrix, gate and up another.
 
 The carry is (hidden ``[t, c]``, cos ``[t, 1, d]``, sin ``[t, 1, d]``); after the last stage only
-the hidden rows remain.
+the hidden rows remain. Few tokens go through the native stages where these serve the weights' type,
+and leave hidden rows in float32; more go through PyTorch's products, in the weights' type. Either
+takes on where the other left off.
 
 Shapes: t tokens, c hidden size, h query heads, n KV heads, d head size, f FFN size.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -19,27 +19,9 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from .arch import kv_specs
 from .base import Carry, DenseHalf, ModelArch
 from .linear import Linear, make_linear
+from .native import MAX_TOKENS, LayerWeights, ModelWeights, NativeStages, native_serves
 from .rope import rope_table
 from .weights import Checkpoint
-
-
-@dataclass
-class _Layer:
-    """Weights of one layer, as the stages read them."""
-
-    input_norm: torch.Tensor
-    qkv: Linear
-    qk_norm_hd: torch.Tensor | None
-    """Qwen3: a weight per element of each query and key head, ``[h + n, d]``."""
-    out: Linear
-    post_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
-
-    @property
-    def nbytes(self) -> int:
-        norms = self.input_norm.nbytes + self.post_norm.nbytes
-        return norms + sum(m.nbytes for m in (self.qkv, self.out, self.gate_up, self.down))
 
 
 class LlamaHalf(DenseHalf):
@@ -59,7 +41,21 @@ class LlamaHalf(DenseHalf):
         self._half = arch.head_dim // 2
         table = rope_table(arch.head_dim, arch.rope_theta, arch.rope_scaling, max_len, self.dtype)
         self._cos, self._sin = table
+        native = native_serves(self.dtype, self.device)
+        self._packed = not native
         self._load(checkpoint)
+        self._native: NativeStages | None = None
+        if native:
+            self.use_native(torch.get_num_threads())
+
+    def use_native(self, threads: int, isa: str = "auto") -> None:
+        """Sends calls of few tokens through the native kernels, on so many threads."""
+        weights = ModelWeights(self._embedding, self._layers, self._final_norm, self._head)
+        self._native = NativeStages(self.arch, weights, threads, isa)
+
+    def use_torch(self) -> None:
+        """Sends every call through PyTorch."""
+        self._native = None
 
     @property
     def weight_bytes(self) -> int:
@@ -74,6 +70,9 @@ class LlamaHalf(DenseHalf):
         token_ids_t: torch.Tensor | None,
         positions_t: torch.Tensor,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, Carry]:
+        native = self._native
+        if native is not None and 0 < positions_t.shape[0] <= MAX_TOKENS:
+            return self._native_stage(native, i, attn_out_the, carry, token_ids_t, positions_t)
         if i == 0:
             assert token_ids_t is not None
             hidden_tc = F.embedding(token_ids_t, self._embedding)
@@ -82,21 +81,42 @@ class LlamaHalf(DenseHalf):
             assert attn_out_the is not None
             assert carry is not None
             hidden_tc, cos, sin = carry
+            hidden_tc = hidden_tc.to(self.dtype)
             hidden_tc = self._finish(self._layers[i - 1], attn_out_the, hidden_tc)
             if i == len(self._layers):
                 return None, None, None, (hidden_tc,)
         q, k, v = self._attention_inputs(self._layers[i], hidden_tc, cos, sin)
         return q, k, v, (hidden_tc, cos, sin)
 
+    def _native_stage(
+        self,
+        native: NativeStages,
+        i: int,
+        attn_out_the: torch.Tensor | None,
+        carry: Carry | None,
+        token_ids_t: torch.Tensor | None,
+        positions_t: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, Carry]:
+        if i == 0:
+            hidden_tc, cos, sin = None, self._cos[positions_t], self._sin[positions_t]
+        else:
+            assert carry is not None
+            hidden_tc, cos, sin = carry
+        q, k, v, hidden_tc = native.stage(i, attn_out_the, hidden_tc, token_ids_t, cos, sin)
+        return q, k, v, ((hidden_tc,) if q is None else (hidden_tc, cos, sin))
+
     def logits(self, carry: Carry) -> torch.Tensor:
-        return self._head(self._norm(carry[0], self._final_norm)).float()
+        hidden_tc = carry[0]
+        if self._native is not None and 0 < hidden_tc.shape[0] <= MAX_TOKENS:
+            return self._native.logits(hidden_tc)
+        return self._head(self._norm(hidden_tc.to(self.dtype), self._final_norm)).float()
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         # The variance is taken in float32, whatever the type of x, as transformers does.
         return F.rms_norm(x, weight.shape, weight, self.arch.norm_eps)
 
     def _finish(
-        self, layer: _Layer, attn_the: torch.Tensor, hidden_tc: torch.Tensor
+        self, layer: LayerWeights, attn_the: torch.Tensor, hidden_tc: torch.Tensor
     ) -> torch.Tensor:
         """Output projection and FFN, each added to the hidden rows."""
         hidden_tc = layer.out.add(attn_the.reshape(attn_the.shape[0], -1), hidden_tc)
@@ -105,7 +125,7 @@ class LlamaHalf(DenseHalf):
         return layer.down.add(F.silu(gate_tf).mul_(up_tf), hidden_tc)
 
     def _attention_inputs(
-        self, layer: _Layer, hidden_tc: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, layer: LayerWeights, hidden_tc: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v; queries and keys are rotated in one go."""
         arch = self.arch
@@ -126,10 +146,11 @@ class LlamaHalf(DenseHalf):
         self._final_norm = checkpoint.get("model.norm.weight", (arch.hidden_size,))
         tied = arch.tie_embeddings
         self._head = make_linear(
-            self._embedding if tied else checkpoint.get("lm_head.weight", vocab)
+            self._embedding if tied else checkpoint.get("lm_head.weight", vocab),
+            packed=self._packed,
         )
 
-    def _load_layer(self, checkpoint: Checkpoint, index: int) -> _Layer:
+    def _load_layer(self, checkpoint: Checkpoint, index: int) -> LayerWeights:
         arch, at = self.arch, f"model.layers.{index}."
         hidden, ffn = (arch.hidden_size,), arch.intermediate_size
         q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
@@ -137,13 +158,12 @@ class LlamaHalf(DenseHalf):
         out_bias = bias if self.has_out_bias is None else self.has_out_bias
 
         def linear(names: dict[str, int], inputs: int, with_bias: bool) -> Linear:
-            return checkpoint.linear(
-                [(at + name, n) for name, n in names.items()], inputs, with_bias
-            )
+            parts = [(at + name, n) for name, n in names.items()]
+            return checkpoint.linear(parts, inputs, with_bias, self._packed)
 
         qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
         gate_up = {"mlp.gate_proj": ffn, "mlp.up_proj": ffn}
-        return _Layer(
+        return LayerWeights(
             input_norm=checkpoint.get(at + "input_layernorm.weight", hidden),
             qkv=linear(qkv, arch.hidden_size, bias),
             qk_norm_hd=self._load_qk_norm(checkpoint, at) if self.has_qk_norm else None,

@@ -56,7 +56,9 @@ class Checkpoint:
         """The tensor ``name``; ``ModelError`` if it is missing or not of ``shape``."""
         return self._read(name, shape).to(self.dtype)
 
-    def linear(self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool) -> Linear:
+    def linear(
+        self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool, packed: bool = True
+    ) -> Linear:
         """The projections ``parts`` (name without ``.weight``, outputs) as one product."""
         if len(parts) == 1:
             name, outputs = parts[0]
@@ -66,7 +68,7 @@ class Checkpoint:
         together = (
             self._stack([(n + ".bias", (outputs,)) for n, outputs in parts]) if bias else None
         )
-        return make_linear(weight, together)
+        return make_linear(weight, together, packed)
 
     def _stack(self, parts: list[tuple[str, Shape]]) -> torch.Tensor:
         """The tensors one below the other, cast as they are copied."""

@@ -1,5 +1,5 @@
 // Vectors of floats as wide as the instruction set that a file is compiled for, and the stored
-// types' way in and out of them. Included by kernel.cpp alone: all of it has internal linkage, so
+// types' way in and out of them. Included by kernels alone: all of it has internal linkage, so
 // that no object compiled for a newer processor lends its code to the others.
 #pragma once
 

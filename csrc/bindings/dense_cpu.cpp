@@ -1,0 +1,127 @@
+// Python's way to csrc/dense_cpu. Tensors cross as addresses, whose sizes and types the caller has
+// checked; the Python lock is released while a stage runs.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "dense_cpu/dense.h"
+#include "dense_cpu/dispatch.h"
+
+namespace py = pybind11;
+
+namespace clover {
+namespace {
+
+using dense::Dense;
+
+template <typename T>
+T* at(int64_t address, const char* name, bool needed = true) {
+  if ((needed && address == 0) || address % static_cast<int64_t>(alignof(T)) != 0)
+    throw std::invalid_argument(std::string(name) + " is not at an address of its type");
+  return reinterpret_cast<T*>(address);
+}
+
+using Addresses = std::pair<int64_t, int64_t>;
+
+dense::Matrix matrix(const Addresses& addresses, const char* name) {
+  return {at<uint16_t>(addresses.first, name), at<uint16_t>(addresses.second, name, false), 0, 0};
+}
+
+std::unique_ptr<Dense> make(int threads, const std::string& isa, int64_t hidden, int64_t heads,
+                            int64_t kv_heads, int64_t head_dim, int64_t ffn, int64_t vocab,
+                            float eps, int64_t embedding, int64_t final_norm, int64_t head) {
+  if (threads < 1) throw std::invalid_argument("threads must be at least 1");
+  const dense::Shape shape = {hidden, heads, kv_heads, head_dim, ffn, vocab, eps};
+  return std::make_unique<Dense>(threads, isa, shape, at<uint16_t>(embedding, "embedding"),
+                                 at<uint16_t>(final_norm, "final_norm"),
+                                 at<uint16_t>(head, "head"));
+}
+
+void add_layer(Dense& self, int64_t input_norm, Addresses qkv, int64_t qk_norm, Addresses out,
+               int64_t post_norm, Addresses gate_up, Addresses down) {
+  self.add_layer({at<uint16_t>(input_norm, "input_norm"), matrix(qkv, "qkv"),
+                  at<uint16_t>(qk_norm, "qk_norm", false), matrix(out, "out"),
+                  at<uint16_t>(post_norm, "post_norm"), matrix(gate_up, "gate_up"),
+                  matrix(down, "down")});
+}
+
+void check_stride(int64_t stride, int64_t least, int tokens, const char* name) {
+  if (tokens > 1 && stride < least)
+    throw std::invalid_argument(std::string("tokens of ") + name + " overlap");
+}
+
+// Which addresses a stage needs follows from its number.
+dense::StageCall checked(const Dense& self, int index, dense::StageCall call) {
+  const bool first = index == 0, last = index == self.layers();
+  const dense::Shape& shape = self.shape();
+  const auto need = [](const void* pointer, const char* name) {
+    if (!pointer) throw std::invalid_argument(std::string(name) + " is missing");
+  };
+  if (first) need(call.token_ids, "token_ids");
+  if (!first) need(call.attended, "attended");
+  if (!first) need(call.hidden, "hidden");
+  if (!first)
+    check_stride(call.attended_stride, shape.heads * shape.head_dim, call.tokens, "attended");
+  if (last) return call;
+  need(call.cos, "cos");
+  need(call.sin, "sin");
+  need(call.q, "q");
+  need(call.k, "k");
+  need(call.v, "v");
+  check_stride(call.q_stride, shape.heads * shape.head_dim, call.tokens, "q");
+  check_stride(call.k_stride, shape.kv_heads * shape.head_dim, call.tokens, "k");
+  check_stride(call.v_stride, shape.kv_heads * shape.head_dim, call.tokens, "v");
+  return call;
+}
+
+void stage(Dense& self, int index, int tokens, int64_t token_ids, int64_t attended,
+           int64_t attended_stride, int64_t hidden, int64_t hidden_out, int64_t cos, int64_t sin,
+           int64_t q, int64_t q_stride, int64_t k, int64_t k_stride, int64_t v, int64_t v_stride) {
+  const dense::StageCall call =
+      checked(self, index,
+              {tokens, at<int64_t>(token_ids, "token_ids", false),
+               at<uint16_t>(attended, "attended", false), attended_stride,
+               at<float>(hidden, "hidden", false), at<float>(hidden_out, "hidden_out"),
+               at<uint16_t>(cos, "cos", false), at<uint16_t>(sin, "sin", false),
+               at<uint16_t>(q, "q", false), q_stride, at<uint16_t>(k, "k", false), k_stride,
+               at<uint16_t>(v, "v", false), v_stride});
+  py::gil_scoped_release release;
+  self.stage(index, call);
+}
+
+void logits(Dense& self, int64_t hidden, int tokens, int64_t y) {
+  const float* from = at<float>(hidden, "hidden");
+  float* to = at<float>(y, "y");
+  py::gil_scoped_release release;
+  self.logits(from, tokens, to);
+}
+
+std::vector<std::string> isas() {
+  std::vector<std::string> names;
+  for (const dense::Kernels* kernels : dense::available_kernels())
+    names.emplace_back(kernels->name);
+  return names;
+}
+
+}  // namespace
+
+void bind_dense_cpu(py::module_& m) {
+  m.attr("DENSE_MAX_TOKENS") = dense::kMaxTokens;
+  m.def("dense_isas", &isas);
+  py::class_<Dense>(m, "CpuDense")
+      .def(py::init(&make), py::kw_only(), py::arg("threads"), py::arg("isa"), py::arg("hidden"),
+           py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("ffn"),
+           py::arg("vocab"), py::arg("eps"), py::arg("embedding"), py::arg("final_norm"),
+           py::arg("head"))
+      .def("add_layer", &add_layer, py::kw_only(), py::arg("input_norm"), py::arg("qkv"),
+           py::arg("qk_norm"), py::arg("out"), py::arg("post_norm"), py::arg("gate_up"),
+           py::arg("down"))
+      .def("isa", &Dense::isa)
+      .def("stage", &stage)
+      .def("logits", &logits);
+}
+
+}  // namespace clover

@@ -1,0 +1,104 @@
+// The dense half of the Llama family for a few tokens at a time: what lies between two attentions
+// is one call, on the threads of a pool. Weights stay where the caller has them.
+//
+// A stage is the end of one layer (output projection, FFN, each added to the hidden rows) and the
+// start of the next (norm, queries, keys, values, rotation). How a product is split depends on its
+// size and the number of threads alone, and every sum is taken in one order: the same call gives
+// the same bits, and a token's results do not depend on the others of its call.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "common/thread_pool.h"
+#include "dense_cpu/kernel.h"
+
+namespace clover::dense {
+
+struct Shape {
+  int64_t hidden;
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_dim;  // even
+  int64_t ffn;
+  int64_t vocab;
+  float eps;
+};
+
+struct Layer {
+  const uint16_t* input_norm;
+  Matrix qkv;
+  const uint16_t* qk_norm;  // [heads + kv_heads, head_dim], or null
+  Matrix out;
+  const uint16_t* post_norm;
+  Matrix gate_up;
+  Matrix down;
+};
+
+// Strides count elements from token to token; heads and their elements are contiguous.
+struct StageCall {
+  int tokens;
+  const int64_t* token_ids;  // stage 0 only
+  const uint16_t* attended;  // later stages: [tokens, heads, head_dim]
+  int64_t attended_stride;
+  const float* hidden;  // later stages: [tokens, hidden], contiguous
+  float* hidden_out;    // not `hidden`
+  const uint16_t* cos;  // [tokens, head_dim], contiguous; of sin the first half is negated
+  const uint16_t* sin;
+  uint16_t* q;  // not written by the last stage
+  int64_t q_stride;
+  uint16_t* k;
+  int64_t k_stride;
+  uint16_t* v;
+  int64_t v_stride;
+};
+
+class Dense {
+ public:
+  // All that is pointed to must outlive this; sizes that cannot be are std::invalid_argument.
+  Dense(int threads, const std::string& isa, const Shape& shape, const uint16_t* embedding,
+        const uint16_t* final_norm, const uint16_t* head);
+
+  // The next layer; sizes of matrices are set here.
+  void add_layer(Layer layer);
+
+  const Shape& shape() const { return shape_; }
+  int layers() const { return static_cast<int>(layers_.size()); }
+  const char* isa() const { return kernels_->name; }
+
+  // At most kMaxTokens. Callers on several threads take turns.
+  void stage(int index, const StageCall& call);
+
+  // y [tokens, vocab] from the hidden rows of the last stage.
+  void logits(const float* hidden, int tokens, float* y);
+
+ private:
+  template <typename Run>
+  void each(int count, const Run& run);
+  template <typename Run>
+  void each_part(const Matrix& m, const Matrix* next, const Run& run);
+
+  void embed(const StageCall& call);
+  void finish_layer(int index, const StageCall& call);
+  void start_layer(int index, const StageCall& call);
+  void rotate(const Layer& layer, const StageCall& call, int token);
+  void norm(const float* x, const uint16_t* weight, int tokens);
+  Rows normed(int tokens) const { return {normed_.data(), shape_.hidden, tokens}; }
+
+  Shape shape_;
+  const Kernels* kernels_;
+  const uint16_t* embedding_;
+  const uint16_t* final_norm_;
+  Matrix head_;
+  std::vector<Layer> layers_;
+  std::shared_ptr<ThreadPool> threads_;
+  std::mutex mutex_;  // of the buffers below
+  std::vector<uint16_t> normed_;
+  std::vector<uint16_t> gated_;
+  std::vector<float> qkv_;
+};
+
+}  // namespace clover::dense

@@ -1,0 +1,55 @@
+#include "dense_cpu/dispatch.h"
+
+#include <stdexcept>
+
+namespace clover::dense {
+
+namespace portable {
+extern const Kernels kernels;
+}
+#ifdef CLOVER_HAVE_AVX2
+namespace avx2 {
+extern const Kernels kernels;
+}
+#endif
+#ifdef CLOVER_HAVE_AVX512
+namespace avx512 {
+extern const Kernels kernels;
+}
+#endif
+#ifdef CLOVER_HAVE_AVX512BF16
+namespace avx512bf16 {
+extern const Kernels kernels;
+}
+#endif
+
+std::vector<const Kernels*> available_kernels() {
+  std::vector<const Kernels*> found = {&portable::kernels};
+#ifdef CLOVER_HAVE_AVX2
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c"))
+    found.push_back(&avx2::kernels);
+#endif
+#ifdef CLOVER_HAVE_AVX512
+  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (wide) found.push_back(&avx512::kernels);
+#ifdef CLOVER_HAVE_AVX512BF16
+  if (wide && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512bf16::kernels);
+#endif
+#endif
+  return found;
+}
+
+const Kernels* choose_kernels(const std::string& name) {
+  const std::vector<const Kernels*> found = available_kernels();
+  if (name == "auto") return found.back();
+  std::string names;
+  for (const Kernels* kernels : found) {
+    if (name == kernels->name) return kernels;
+    names += std::string(", ") + kernels->name;
+  }
+  throw std::invalid_argument("instruction set must be auto" + names + ", not " + name);
+}
+
+}  // namespace clover::dense

@@ -1,0 +1,180 @@
+"""Decode steps of the Llama family through ``csrc/dense_cpu``: one call a stage.
+
+It owns the tensors whose addresses the native side has. It serves bfloat16 weights on the CPU and
+at most ``MAX_TOKENS`` tokens a call; what it does not serve is the caller's to compute otherwise.
+
+Between stages hidden rows are float32. Shapes as in ``llama.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import _native
+from .base import ModelArch
+from .linear import Linear
+
+MAX_TOKENS = _native.DENSE_MAX_TOKENS
+
+
+@dataclass
+class LayerWeights:
+    """Weights of one layer, as the stages read them."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    qk_norm_hd: torch.Tensor | None
+    """Qwen3: a weight per element of each query and key head, ``[h + n, d]``."""
+    out: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def nbytes(self) -> int:
+        norms = self.input_norm.nbytes + self.post_norm.nbytes
+        return norms + sum(m.nbytes for m in (self.qkv, self.out, self.gate_up, self.down))
+
+
+@dataclass
+class ModelWeights:
+    """All weights, as they are loaded."""
+
+    embedding: torch.Tensor
+    layers: list[LayerWeights]
+    final_norm: torch.Tensor
+    head: Linear
+
+
+def native_serves(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights of this type are to be kept as the native kernels read them.
+
+    Not where only the portable kernels run: PyTorch's are better there.
+    """
+    vectors = _native.dense_isas()[-1] != "portable"
+    return vectors and dtype == torch.bfloat16 and device.type == "cpu"
+
+
+class NativeStages:
+    """``DenseHalf.stage`` and ``logits`` for few tokens, on ``threads`` threads, the caller's
+    included; ``isa`` forces an instruction set (one of ``_native.dense_isas()``), for tests.
+    """
+
+    def __init__(
+        self, arch: ModelArch, weights: ModelWeights, threads: int, isa: str = "auto"
+    ) -> None:
+        self._kept: list[torch.Tensor] = []
+        self._shape = (arch.num_heads + 2 * arch.num_kv_heads, arch.head_dim)
+        self._heads, self._rotated = arch.num_heads, arch.num_heads + arch.num_kv_heads
+        self._hidden, self._vocab = arch.hidden_size, arch.vocab_size
+        self._layers = arch.num_layers
+        self._native = _native.CpuDense(
+            threads=threads,
+            isa=isa,
+            hidden=arch.hidden_size,
+            heads=arch.num_heads,
+            kv_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            ffn=arch.intermediate_size,
+            vocab=arch.vocab_size,
+            eps=arch.norm_eps,
+            embedding=self._keep(weights.embedding, arch.vocab_size * arch.hidden_size),
+            final_norm=self._keep(weights.final_norm, arch.hidden_size),
+            head=self._keep(weights.head.weight, arch.vocab_size * arch.hidden_size),
+        )
+        for layer in weights.layers:
+            self._add(arch, layer)
+
+    @property
+    def isa(self) -> str:
+        return self._native.isa()
+
+    def stage(
+        self,
+        i: int,
+        attended_the: torch.Tensor | None,
+        hidden_tc: torch.Tensor | None,
+        token_ids_t: torch.Tensor | None,
+        cos_t1d: torch.Tensor,
+        sin_t1d: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+        """q, k, v and the hidden rows ``[t, c]`` float32; at stage 0 ``token_ids_t`` is read,
+        later ``attended_the`` (heads contiguous) and ``hidden_tc``.
+        """
+        tokens = cos_t1d.shape[0]
+        out_tc = torch.empty((tokens, self._hidden))
+        ids = attended = stride = hidden = 0
+        if i == 0:
+            assert token_ids_t is not None
+            ids = token_ids_t.data_ptr()
+        else:
+            assert attended_the is not None
+            assert hidden_tc is not None
+            if attended_the.stride(2) != 1 or attended_the.stride(1) != attended_the.shape[2]:
+                attended_the = attended_the.contiguous()
+            hidden_tc = hidden_tc.float()
+            attended, stride = attended_the.data_ptr(), attended_the.stride(0)
+            hidden = hidden_tc.data_ptr()
+        if i == self._layers:
+            self._native.stage(
+                i, tokens, 0, attended, stride, hidden, out_tc.data_ptr(), *(0,) * 8
+            )
+            return None, None, None, out_tc
+        qkv = torch.empty((tokens, *self._shape), dtype=torch.bfloat16)
+        heads, rotated = self._heads, self._rotated
+        q, k, v = qkv[:, :heads], qkv[:, heads:rotated], qkv[:, rotated:]
+        width = qkv.stride(0)
+        self._native.stage(
+            i,
+            tokens,
+            ids,
+            attended,
+            stride,
+            hidden,
+            out_tc.data_ptr(),
+            cos_t1d.data_ptr(),
+            sin_t1d.data_ptr(),
+            q.data_ptr(),
+            width,
+            k.data_ptr(),
+            width,
+            v.data_ptr(),
+            width,
+        )
+        return q, k, v, out_tc
+
+    def logits(self, hidden_tc: torch.Tensor) -> torch.Tensor:
+        """``[t, vocab]`` float32."""
+        hidden_tc = hidden_tc.float()
+        out = torch.empty((hidden_tc.shape[0], self._vocab))
+        self._native.logits(hidden_tc.data_ptr(), hidden_tc.shape[0], out.data_ptr())
+        return out
+
+    def _add(self, arch: ModelArch, layer: LayerWeights) -> None:
+        hidden, ffn = arch.hidden_size, arch.intermediate_size
+        q, dim = arch.num_heads * arch.head_dim, arch.head_dim
+        norm = layer.qk_norm_hd
+        self._native.add_layer(
+            input_norm=self._keep(layer.input_norm, hidden),
+            qkv=self._matrix(layer.qkv, (self._shape[0] * dim, hidden)),
+            qk_norm=0 if norm is None else self._keep(norm, self._rotated * dim),
+            out=self._matrix(layer.out, (hidden, q)),
+            post_norm=self._keep(layer.post_norm, hidden),
+            gate_up=self._matrix(layer.gate_up, (2 * ffn, hidden)),
+            down=self._matrix(layer.down, (hidden, ffn)),
+        )
+
+    def _matrix(self, linear: Linear, shape: tuple[int, int]) -> tuple[int, int]:
+        """Addresses of weight and bias."""
+        weight = self._keep(linear.weight, shape[0] * shape[1])
+        return weight, 0 if linear.bias is None else self._keep(linear.bias, shape[0])
+
+    def _keep(self, tensor: torch.Tensor, size: int) -> int:
+        """The tensor's address, for as long as this lives."""
+        assert tensor.dtype == torch.bfloat16
+        assert tensor.numel() == size
+        kept = tensor.contiguous()
+        self._kept.append(kept)
+        return kept.data_ptr()
