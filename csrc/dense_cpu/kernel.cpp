@@ -75,8 +75,8 @@ CLOVER_INLINE float widened(uint16_t x) {
 CLOVER_INLINE void store_sums(const Vec* sums, float* y) {
   const Vec quads = fold_four(sums[0], sums[1], sums[2], sums[3]);
 #if defined(__AVX512F__)
-  const __m256 half =
-      _mm512_maskz_extractf32x8_ps(0xff, (__m512)quads, 0) + _mm512_maskz_extractf32x8_ps(0xff, (__m512)quads, 1);
+  const __m256 half = _mm512_maskz_extractf32x8_ps(0xff, (__m512)quads, 0) +
+                      _mm512_maskz_extractf32x8_ps(0xff, (__m512)quads, 1);
   const __m128 sum = _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1);
 #elif defined(__AVX2__)
   const __m128 sum =
@@ -87,8 +87,8 @@ CLOVER_INLINE void store_sums(const Vec* sums, float* y) {
   __builtin_memcpy(y, &sum, sizeof sum);
 }
 
-// Weights of a tile, and what of the next block's is asked for meanwhile: `lines` of its rows from
-// `ahead` on, `size` elements apart.
+// Weights of a tile, and what of the next block's is asked for meanwhile: `lines` times `size`
+// elements from `ahead` on, in order of address, as the processor's own prefetcher likes it.
 struct Tile {
   const uint16_t* rows[kRows];
   int64_t size;
@@ -103,7 +103,8 @@ void multiply(const Tile& tile, const uint16_t* x, int64_t x_stride, float* y) {
   Vec sums[T][kRows] = {};
   int64_t k = 0;
   for (; k + kStep <= size; k += kStep) {
-    for (int i = 0; i < tile.lines; ++i) __builtin_prefetch(tile.ahead + i * size + k, 0, 2);
+    for (int i = 0; i < tile.lines; ++i)
+      __builtin_prefetch(tile.ahead + tile.lines * k + i * kStep, 0, 2);
     Pairs w[kRows];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) w[r] = load_pairs(tile.rows[r] + k);
@@ -115,10 +116,14 @@ void multiply(const Tile& tile, const uint16_t* x, int64_t x_stride, float* y) {
     }
   }
   if (k < size) {
+    Pairs w[kRows];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) w[r] = load_last_pairs(tile.rows[r] + k, size - k);
+#pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
       const Pairs v = load_last_pairs(x + t * x_stride + k, size - k);
-      for (int r = 0; r < kRows; ++r)
-        sums[t][r] = dot(sums[t][r], load_last_pairs(tile.rows[r] + k, size - k), v);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) sums[t][r] = dot(sums[t][r], w[r], v);
     }
   }
 #pragma GCC unroll 8

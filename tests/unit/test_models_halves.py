@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from cloverinfer.config import ModelConfig
 from cloverinfer.core.errors import ModelError
-from cloverinfer.models import DenseHalf, kv_specs, load_half, resolve_model
+from cloverinfer.models import DenseHalf, kv_specs, llama, load_half, resolve_model
 from cloverinfer.models.arch import arch_from_config
 from cloverinfer.models.llama import LlamaHalf
 from cloverinfer.models.rope import context_limit, normalize_scaling
@@ -164,6 +164,80 @@ def test_dynamic_scaling_beyond_the_trained_length_follows_transformers(tmp_path
     half = load(folder)
     assert half.arch.max_position == 64
     assert Runner(half).greedy(PROMPT, 30) == made
+
+
+def load_both(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LlamaHalf, LlamaHalf]:
+    """A half whose few tokens go through the native stages, and one that knows PyTorch only."""
+    halves = []
+    for native in (True, False):
+        monkeypatch.setattr(llama, "native_serves", lambda *_, native=native: native)
+        half = load(folder, dtype="bfloat16")
+        assert isinstance(half, LlamaHalf)
+        assert (half._native is not None) == native
+        halves.append(half)
+    return halves[0], halves[1]
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if not name.startswith("opt")])
+def test_native_stages_are_as_near_float32_as_pytorch(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, overrides = CASES[case]
+    folder = make_tiny(family, tmp_path, **({"initializer_range": 0.1} | overrides))
+    native, plain = load_both(folder, monkeypatch)
+    reference = Runner(load(folder)).forward(PROMPT)
+    error = (Runner(native).forward(PROMPT) - reference).abs().max()
+    theirs = (Runner(plain).forward(PROMPT) - reference).abs().max()
+    assert 0 < error <= 1.5 * theirs
+
+
+def test_float32_never_goes_through_the_native_stages(tmp_path: Path) -> None:
+    half = load(make_tiny("llama", tmp_path))
+    assert isinstance(half, LlamaHalf)
+    assert half._native is None
+
+
+class Alternating(DenseHalf):
+    """Stages of two halves of the same weights in turn."""
+
+    def __init__(self, even: LlamaHalf, odd: LlamaHalf) -> None:
+        self.arch, self.specs, self.dtype = even.arch, even.specs, even.dtype
+        self._halves = (even, odd)
+
+    weight_bytes = 0
+
+    def stage(self, i: int, *args: Any) -> Any:
+        return self._halves[i % 2].stage(i, *args)
+
+    def logits(self, carry: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return self._halves[1 - len(self.specs) % 2].logits(carry)
+
+
+def test_either_path_takes_on_where_the_other_left_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny("qwen3", tmp_path, initializer_range=0.1, num_hidden_layers=3)
+    native, plain = load_both(folder, monkeypatch)
+    reference = Runner(load(folder)).forward(PROMPT)
+    limit = 1.5 * (Runner(plain).forward(PROMPT) - reference).abs().max()
+    for half in (Alternating(native, plain), Alternating(plain, native)):
+        assert 0 < (Runner(half).forward(PROMPT) - reference).abs().max() <= limit
+
+
+def test_the_last_stage_of_a_long_prompt_may_be_native(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native, plain = load_both(make_tiny("llama", tmp_path, initializer_range=0.1), monkeypatch)
+    ids = [(7 * i) % 96 for i in range(70)]
+    some = Runner(native).forward(ids, rows=[69, 3])
+    torch.testing.assert_close(some, Runner(plain).forward(ids)[[69, 3]], rtol=0, atol=0.02)
+
+
+def test_a_step_of_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native, _ = load_both(make_tiny("llama", tmp_path), monkeypatch)
+    nothing = torch.empty(0, dtype=torch.int64)
+    q, k, v, carry = native.stage(0, None, None, nothing, nothing)
+    assert [part.shape[0] for part in (q, k, v, *carry) if part is not None] == [0] * 6
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])

@@ -118,9 +118,7 @@ class NativeStages:
             attended, stride = attended_the.data_ptr(), attended_the.stride(0)
             hidden = hidden_tc.data_ptr()
         if i == self._layers:
-            self._native.stage(
-                i, tokens, 0, attended, stride, hidden, out_tc.data_ptr(), *(0,) * 8
-            )
+            self._native.stage(i, tokens, 0, attended, stride, hidden, out_tc.data_ptr(), *(0,) * 8)
             return None, None, None, out_tc
         qkv = torch.empty((tokens, *self._shape), dtype=torch.bfloat16)
         heads, rotated = self._heads, self._rotated

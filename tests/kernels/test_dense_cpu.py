@@ -1,0 +1,292 @@
+"""The C++ stages of the dense half, product by product against float64 arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from cloverinfer import _native
+from cloverinfer.models.base import ModelArch
+from cloverinfer.models.linear import Linear
+from cloverinfer.models.native import MAX_TOKENS, LayerWeights, ModelWeights, NativeStages
+from cloverinfer.models.rope import rope_table
+
+ISAS = _native.dense_isas()
+BF16_STEP = 2.0**-8
+"""Largest rounding error of bfloat16, relative."""
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_arch(**fields: object) -> ModelArch:
+    shape = {
+        "family": "llama",
+        "num_layers": 1,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "vocab_size": 80,
+        "max_position": 128,
+        "norm_eps": 1e-5,
+    }
+    return ModelArch(**(shape | fields))  # type: ignore[arg-type]
+
+
+ARCHES = {
+    "whole vectors": make_arch(),
+    "odd sizes": make_arch(
+        hidden_size=75,
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=10,
+        intermediate_size=117,
+        vocab_size=53,
+    ),
+    "smaller than a vector": make_arch(
+        hidden_size=5, num_heads=1, num_kv_heads=1, head_dim=2, intermediate_size=3, vocab_size=7
+    ),
+    "many parts": make_arch(
+        hidden_size=264, num_heads=9, num_kv_heads=3, head_dim=40, intermediate_size=600
+    ),
+}
+
+
+def make_weights(arch: ModelArch, bias: bool, qk_norm: bool) -> ModelWeights:
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).mul(shape[-1] ** -0.5).bfloat16()
+
+    def norm(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator).add(0.5).bfloat16()
+
+    def linear(outputs: int, inputs: int) -> Linear:
+        return Linear(random(outputs, inputs), random(outputs) * 3 if bias else None)
+
+    heads, dim, hidden = arch.num_heads + arch.num_kv_heads, arch.head_dim, arch.hidden_size
+    layers = [
+        LayerWeights(
+            input_norm=norm(hidden),
+            qkv=linear((heads + arch.num_kv_heads) * dim, hidden),
+            qk_norm_hd=norm(heads, dim) if qk_norm else None,
+            out=linear(hidden, arch.num_heads * dim),
+            post_norm=norm(hidden),
+            gate_up=linear(2 * arch.intermediate_size, hidden),
+            down=linear(hidden, arch.intermediate_size),
+        )
+        for _ in range(arch.num_layers)
+    ]
+    embedding = random(arch.vocab_size, hidden) * hidden**0.5
+    return ModelWeights(embedding, layers, norm(hidden), Linear(random(arch.vocab_size, hidden)))
+
+
+class Inputs:
+    """Random rows of a step."""
+
+    def __init__(self, arch: ModelArch, tokens: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.ids = torch.randint(arch.vocab_size, (tokens,), generator=generator)
+        positions = torch.randint(arch.max_position, (tokens,), generator=generator)
+        self.cos, self.sin = (
+            table[positions]
+            for table in rope_table(arch.head_dim, 1e4, None, arch.max_position, torch.bfloat16)
+        )
+        self.hidden = torch.randn(tokens, arch.hidden_size, generator=generator)
+        attended = torch.randn(tokens, arch.num_heads, arch.head_dim, generator=generator)
+        self.attended = attended.bfloat16()
+
+
+# -- the reference, in float64 except where the kernels round to bfloat16 between products
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    return x.float().bfloat16().double()
+
+
+def product(linear: Linear, x: torch.Tensor) -> torch.Tensor:
+    out = x @ linear.weight.double().T
+    return out if linear.bias is None else out + linear.bias.double()
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+
+
+def plain_start(
+    arch: ModelArch, layer: LayerWeights, hidden: torch.Tensor, inputs: Inputs
+) -> torch.Tensor:
+    """Queries, keys and values, ``[t, h + 2n, d]``."""
+    x = rounded(normed(hidden.double(), layer.input_norm, arch.norm_eps))
+    qkv = product(layer.qkv, x).view(len(x), -1, arch.head_dim)
+    rotated = arch.num_heads + arch.num_kv_heads
+    qk = qkv[:, :rotated]
+    if layer.qk_norm_hd is not None:
+        qk = normed(qk, layer.qk_norm_hd, arch.norm_eps)
+    turned = qk.roll(arch.head_dim // 2, -1)
+    qk = qk * inputs.cos.double() + turned * inputs.sin.double()
+    return torch.cat((qk, qkv[:, rotated:]), 1)
+
+
+def plain_end(arch: ModelArch, layer: LayerWeights, inputs: Inputs) -> torch.Tensor:
+    attended = inputs.attended.double().flatten(1)
+    hidden = inputs.hidden.double() + product(layer.out, attended)
+    x = rounded(normed(hidden, layer.post_norm, arch.norm_eps))
+    gate, up = product(layer.gate_up, x).chunk(2, -1)
+    return hidden + product(layer.down, rounded(gate * gate.sigmoid() * up))
+
+
+def near(actual: torch.Tensor, expected: torch.Tensor, relative: float) -> None:
+    """Within ``relative`` of the rows' size: sums of many terms err by the terms' size."""
+    size = expected.abs().amax(-1, keepdim=True).clamp_min(1.0)
+    assert ((actual.double() - expected).abs() / size).max() <= relative
+
+
+def check_stages(arch: ModelArch, weights: ModelWeights, native: NativeStages, tokens: int) -> None:
+    inputs, layer = Inputs(arch, tokens), weights.layers[0]
+    heads, rotated = arch.num_heads, arch.num_heads + arch.num_kv_heads
+    q, k, v, hidden = native.stage(0, None, None, inputs.ids, inputs.cos, inputs.sin)
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    assert torch.equal(hidden, weights.embedding[inputs.ids].float())
+    expected = plain_start(arch, layer, hidden, inputs)
+    # A step of bfloat16 is lost where an operand rounds to the neighbour of the reference's.
+    near(q, expected[:, :heads], 2 * BF16_STEP)
+    near(k, expected[:, heads:rotated], 2 * BF16_STEP)
+    near(v, expected[:, rotated:], 2 * BF16_STEP)
+    *none, hidden = native.stage(1, inputs.attended, inputs.hidden, None, inputs.cos, inputs.sin)
+    assert none == [None, None, None]
+    near(hidden, plain_end(arch, layer, inputs), BF16_STEP / 2)
+    logits = native.logits(inputs.hidden)
+    x = rounded(normed(inputs.hidden.double(), weights.final_norm, arch.norm_eps))
+    near(logits, product(weights.head, x), BF16_STEP / 2)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ARCHES)
+@pytest.mark.parametrize("extras", [False, True])
+def test_stages_equal_float64(isa: str, name: str, extras: bool) -> None:
+    arch = ARCHES[name]
+    weights = make_weights(arch, bias=extras, qk_norm=extras)
+    native = NativeStages(arch, weights, 2, isa)
+    assert native.isa == isa
+    for tokens in (1, 2, 3, 5, 7, 13, 16, 64):
+        check_stages(arch, weights, native, tokens)
+
+
+def test_every_number_of_tokens() -> None:
+    arch = ARCHES["odd sizes"]
+    weights = make_weights(arch, bias=True, qk_norm=False)
+    native = NativeStages(arch, weights, 1)
+    for tokens in range(1, MAX_TOKENS + 1):
+        check_stages(arch, weights, native, tokens)
+
+
+def run_stages(native: NativeStages, inputs: Inputs, rows: slice) -> list[torch.Tensor]:
+    """All that two stages and the head give for some rows of ``inputs``."""
+    cos, sin = inputs.cos[rows], inputs.sin[rows]
+    q, k, v, first = native.stage(0, None, None, inputs.ids[rows], cos, sin)
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    *_, hidden = native.stage(1, inputs.attended[rows], inputs.hidden[rows], None, cos, sin)
+    return [q, k, v, first, hidden, native.logits(hidden)]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_results_depend_neither_on_threads_nor_on_the_batch(isa: str) -> None:
+    arch = ARCHES["many parts"]
+    weights = make_weights(arch, bias=True, qk_norm=True)
+    inputs = Inputs(arch, 37)
+    expected = run_stages(NativeStages(arch, weights, 1, isa), inputs, slice(0, 37))
+    for threads in (1, 2, 3, 5):
+        native = NativeStages(arch, weights, threads, isa)
+        for rows in (slice(0, 37), slice(3, 4), slice(5, 21), slice(0, 30)):
+            for whole, part in zip(expected, run_stages(native, inputs, rows), strict=True):
+                assert torch.equal(whole[rows], part)
+
+
+def test_callers_on_several_threads_do_not_disturb_each_other() -> None:
+    """Two models share the workers; each is also called from two threads."""
+    arch = ARCHES["many parts"]
+    models = [
+        NativeStages(arch, make_weights(arch, bias=True, qk_norm=qk), 2) for qk in (True, False)
+    ]
+    inputs = Inputs(arch, 8)
+    expected = [run_stages(native, inputs, slice(0, 8)) for native in models]
+
+    def repeat(i: int) -> bool:
+        results = [run_stages(models[i % 2], inputs, slice(0, 8)) for _ in range(50)]
+        return all(
+            torch.equal(a, b)
+            for result in results
+            for a, b in zip(expected[i % 2], result, strict=True)
+        )
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(repeat, range(4)))
+
+
+def test_inputs_are_left_alone_and_may_have_gaps() -> None:
+    arch = ARCHES["whole vectors"]
+    native = NativeStages(arch, make_weights(arch, bias=False, qk_norm=False), 2)
+    inputs = Inputs(arch, 6)
+    expected = run_stages(native, inputs, slice(0, 6))
+    wide = torch.zeros(6, arch.num_heads + 3, arch.head_dim, dtype=torch.bfloat16)
+    wide[:, : arch.num_heads] = inputs.attended
+    before = inputs.hidden.clone()
+    *_, hidden = native.stage(
+        1, wide[:, : arch.num_heads], inputs.hidden, None, inputs.cos, inputs.sin
+    )
+    assert torch.equal(hidden, expected[4])
+    assert torch.equal(inputs.hidden, before)
+    across = inputs.attended.transpose(1, 2).contiguous().transpose(1, 2)
+    *_, hidden = native.stage(1, across, inputs.hidden, None, inputs.cos, inputs.sin)
+    assert torch.equal(hidden, expected[4])
+
+
+def test_large_gates_saturate() -> None:
+    """SiLU of -200 is 0 and of 200 is 200, without infinities on the way."""
+    arch = ARCHES["whole vectors"]
+    weights = make_weights(arch, bias=True, qk_norm=False)
+    layer = weights.layers[0]
+    assert layer.gate_up.bias is not None
+    layer.gate_up.bias[:48] = 200.0
+    layer.gate_up.bias[48:96] = -200.0
+    for isa in ISAS:
+        check_stages(arch, weights, NativeStages(arch, weights, 1, isa), 3)
+
+
+def test_what_is_out_of_range_is_refused() -> None:
+    arch = ARCHES["whole vectors"]
+    weights = make_weights(arch, bias=False, qk_norm=False)
+    with pytest.raises(ValueError, match="portable"):
+        NativeStages(arch, weights, 1, "neon9")
+    with pytest.raises(ValueError, match="threads"):
+        NativeStages(arch, weights, 0)
+    native = NativeStages(arch, weights, 1)
+    inputs = Inputs(arch, 2)
+    for bad in (-1, arch.vocab_size):
+        inputs.ids[1] = bad
+        with pytest.raises(ValueError, match=f"token {bad} is outside the vocabulary"):
+            native.stage(0, None, None, inputs.ids, inputs.cos, inputs.sin)
+    many = Inputs(arch, MAX_TOKENS + 1)
+    with pytest.raises(ValueError, match="too many tokens"):
+        native.stage(0, None, None, many.ids, many.cos, many.sin)
+    with pytest.raises(ValueError, match="too many tokens"):
+        native.logits(many.hidden)
+    with pytest.raises(ValueError, match="no such stage"):
+        native._native.stage(2, 2, 0, *(many.hidden.data_ptr(),) * 12)
+    with pytest.raises(ValueError, match="attended is missing"):
+        native._native.stage(1, 2, 0, 0, 64, *(many.hidden.data_ptr(),) * 10)
