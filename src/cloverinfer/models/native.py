@@ -67,7 +67,10 @@ class NativeStages:
     ) -> None:
         self._kept: list[torch.Tensor] = []
         self._shape = (arch.num_heads + 2 * arch.num_kv_heads, arch.head_dim)
-        self._heads, self._rotated = arch.num_heads, arch.num_heads + arch.num_kv_heads
+        self._rotated = arch.num_heads + arch.num_kv_heads
+        self._parts = (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads)
+        self._key_bytes = 2 * arch.num_heads * arch.head_dim
+        self._value_bytes = 2 * self._rotated * arch.head_dim
         self._hidden, self._vocab = arch.hidden_size, arch.vocab_size
         self._layers = arch.num_layers
         self._native = _native.CpuDense(
@@ -121,9 +124,7 @@ class NativeStages:
             self._native.stage(i, tokens, 0, attended, stride, hidden, out_tc.data_ptr(), *(0,) * 8)
             return None, None, None, out_tc
         qkv = torch.empty((tokens, *self._shape), dtype=torch.bfloat16)
-        heads, rotated = self._heads, self._rotated
-        q, k, v = qkv[:, :heads], qkv[:, heads:rotated], qkv[:, rotated:]
-        width = qkv.stride(0)
+        at, width = qkv.data_ptr(), qkv.stride(0)
         self._native.stage(
             i,
             tokens,
@@ -134,13 +135,14 @@ class NativeStages:
             out_tc.data_ptr(),
             cos_t1d.data_ptr(),
             sin_t1d.data_ptr(),
-            q.data_ptr(),
+            at,
             width,
-            k.data_ptr(),
+            at + self._key_bytes,
             width,
-            v.data_ptr(),
+            at + self._value_bytes,
             width,
         )
+        q, k, v = torch.split_with_sizes(qkv, self._parts, 1)
         return q, k, v, out_tc
 
     def logits(self, hidden_tc: torch.Tensor) -> torch.Tensor:
