@@ -8,7 +8,7 @@
 namespace clover::dense {
 namespace {
 
-constexpr int kPartsPerThread = 8;      // enough that threads finish at about one time
+constexpr int kPartsPerThread = 4;      // enough that threads finish at about one time
 constexpr int kTogether = 8;            // fewer tokens than this are normed on one thread
 constexpr int64_t kAloneBytes = 32768;  // of weights; less is multiplied on one thread
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cloverinfer.config import ModelConfig
 from cloverinfer.core.errors import ModelError
 from cloverinfer.models import DenseHalf, kv_specs, llama, load_half, resolve_model
 from cloverinfer.models.arch import arch_from_config
+from cloverinfer.models.arena import HUGE_PAGE
 from cloverinfer.models.llama import LlamaHalf
 from cloverinfer.models.rope import context_limit, normalize_scaling
 
@@ -189,6 +191,22 @@ def test_native_stages_are_as_near_float32_as_pytorch(
     error = (Runner(native).forward(PROMPT) - reference).abs().max()
     theirs = (Runner(plain).forward(PROMPT) - reference).abs().max()
     assert 0 < error <= 1.5 * theirs
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_kept_once_and_together(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny("llama", tmp_path, tie_word_embeddings=tied)
+    weights, plain = (half._weights for half in load_both(folder, monkeypatch))
+    assert (weights.head.weight is weights.embedding) == tied
+    assert torch.equal(weights.embedding, plain.embedding)
+    matrices = [m.weight for layer in weights.layers for m in layer.linears]
+    matrices.append(weights.head.weight)
+    for before, after in pairwise(matrices):
+        assert after.data_ptr() % 64 == 0
+        assert 0 <= after.data_ptr() - before.data_ptr() - before.nbytes < 64
+    assert matrices[0].data_ptr() % HUGE_PAGE == 0
 
 
 def test_float32_never_goes_through_the_native_stages(tmp_path: Path) -> None:

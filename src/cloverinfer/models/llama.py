@@ -46,12 +46,12 @@ class LlamaHalf(DenseHalf):
         self._load(checkpoint)
         self._native: NativeStages | None = None
         if native:
+            self._weights.settle()
             self.use_native(torch.get_num_threads())
 
     def use_native(self, threads: int, isa: str = "auto") -> None:
         """Sends calls of few tokens through the native kernels, on so many threads."""
-        weights = ModelWeights(self._embedding, self._layers, self._final_norm, self._head)
-        self._native = NativeStages(self.arch, weights, threads, isa)
+        self._native = NativeStages(self.arch, self._weights, threads, isa)
 
     def use_torch(self) -> None:
         """Sends every call through PyTorch."""
@@ -59,8 +59,8 @@ class LlamaHalf(DenseHalf):
 
     @property
     def weight_bytes(self) -> int:
-        layers = sum(layer.nbytes for layer in self._layers)
-        return layers + self._final_norm.nbytes + self._head.nbytes
+        layers = sum(layer.nbytes for layer in self._weights.layers)
+        return layers + self._weights.final_norm.nbytes + self._weights.head.nbytes
 
     def stage(
         self,
@@ -75,17 +75,17 @@ class LlamaHalf(DenseHalf):
             return self._native_stage(native, i, attn_out_the, carry, token_ids_t, positions_t)
         if i == 0:
             assert token_ids_t is not None
-            hidden_tc = F.embedding(token_ids_t, self._embedding)
+            hidden_tc = F.embedding(token_ids_t, self._weights.embedding)
             cos, sin = self._cos[positions_t], self._sin[positions_t]
         else:
             assert attn_out_the is not None
             assert carry is not None
             hidden_tc, cos, sin = carry
             hidden_tc = hidden_tc.to(self.dtype)
-            hidden_tc = self._finish(self._layers[i - 1], attn_out_the, hidden_tc)
-            if i == len(self._layers):
+            hidden_tc = self._finish(self._weights.layers[i - 1], attn_out_the, hidden_tc)
+            if i == len(self._weights.layers):
                 return None, None, None, (hidden_tc,)
-        q, k, v = self._attention_inputs(self._layers[i], hidden_tc, cos, sin)
+        q, k, v = self._attention_inputs(self._weights.layers[i], hidden_tc, cos, sin)
         return q, k, v, (hidden_tc, cos, sin)
 
     def _native_stage(
@@ -109,7 +109,9 @@ class LlamaHalf(DenseHalf):
         hidden_tc = carry[0]
         if self._native is not None and 0 < hidden_tc.shape[0] <= MAX_TOKENS:
             return self._native.logits(hidden_tc)
-        return self._head(self._norm(hidden_tc.to(self.dtype), self._final_norm)).float()
+        return self._weights.head(
+            self._norm(hidden_tc.to(self.dtype), self._weights.final_norm)
+        ).float()
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         # The variance is taken in float32, whatever the type of x, as transformers does.
@@ -141,14 +143,12 @@ class LlamaHalf(DenseHalf):
         arch = self.arch
         self._qkv_shape = (arch.num_heads + 2 * arch.num_kv_heads, arch.head_dim)
         vocab = (arch.vocab_size, arch.hidden_size)
-        self._embedding = checkpoint.get("model.embed_tokens.weight", vocab)
-        self._layers = [self._load_layer(checkpoint, i) for i in range(arch.num_layers)]
-        self._final_norm = checkpoint.get("model.norm.weight", (arch.hidden_size,))
-        tied = arch.tie_embeddings
-        self._head = make_linear(
-            self._embedding if tied else checkpoint.get("lm_head.weight", vocab),
-            packed=self._packed,
-        )
+        embedding = checkpoint.get("model.embed_tokens.weight", vocab)
+        layers = [self._load_layer(checkpoint, i) for i in range(arch.num_layers)]
+        final_norm = checkpoint.get("model.norm.weight", (arch.hidden_size,))
+        head = embedding if arch.tie_embeddings else checkpoint.get("lm_head.weight", vocab)
+        linear = make_linear(head, packed=self._packed)
+        self._weights = ModelWeights(embedding, layers, final_norm, linear)
 
     def _load_layer(self, checkpoint: Checkpoint, index: int) -> LayerWeights:
         arch, at = self.arch, f"model.layers.{index}."

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import _native
+from .arena import Arena
 from .base import ModelArch
 from .linear import Linear
 
@@ -33,9 +34,14 @@ class LayerWeights:
     down: Linear
 
     @property
+    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
+        """In the order in which a step reads them."""
+        return self.qkv, self.out, self.gate_up, self.down
+
+    @property
     def nbytes(self) -> int:
         norms = self.input_norm.nbytes + self.post_norm.nbytes
-        return norms + sum(m.nbytes for m in (self.qkv, self.out, self.gate_up, self.down))
+        return norms + sum(linear.nbytes for linear in self.linears)
 
 
 @dataclass
@@ -46,6 +52,16 @@ class ModelWeights:
     layers: list[LayerWeights]
     final_norm: torch.Tensor
     head: Linear
+
+    def settle(self) -> None:
+        """Moves the matrices into one arena, in the order in which a step reads them."""
+        linears = [m for layer in self.layers for m in layer.linears]
+        tied = self.head.weight is self.embedding
+        arena = Arena(sum(m.weight.nbytes for m in [*linears, self.head]), len(linears) + 1)
+        for linear in [*linears, self.head]:
+            linear.weight = arena.place(linear.weight)
+        if tied:
+            self.embedding = self.head.weight
 
 
 def native_serves(dtype: torch.dtype, device: torch.device) -> bool:
