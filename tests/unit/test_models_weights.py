@@ -21,7 +21,7 @@ def head_of(folder: Path, **settings: str) -> torch.Tensor:
     config = ModelConfig(model_path=str(folder), dtype="float32", **settings)
     half = load_half(resolve_model(config))
     assert isinstance(half, LlamaHalf)
-    return half._head.weight
+    return half._weights.head.weight
 
 
 def pickled(folder: Path, shards: int) -> None:
