@@ -9,8 +9,8 @@
 
 namespace clover::dense {
 
-constexpr int kBlock = 16;      // outputs computed at a time: the unit in which work is split
-constexpr int kMaxTokens = 64;  // of one call
+constexpr int kBlock = 16;       // outputs computed at a time: the unit in which work is split
+constexpr int kMaxTokens = 256;  // of one call; beyond, blocked products of large libraries gain
 
 struct Matrix {
   const uint16_t* weight = nullptr;  // bfloat16 [outputs, inputs], contiguous
