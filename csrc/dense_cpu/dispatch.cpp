@@ -2,6 +2,8 @@
 
 #include <stdexcept>
 
+#include "common/isa.h"
+
 namespace clover::dense {
 
 namespace portable {
@@ -26,17 +28,13 @@ extern const Kernels kernels;
 std::vector<const Kernels*> available_kernels() {
   std::vector<const Kernels*> found = {&portable::kernels};
 #ifdef CLOVER_HAVE_AVX2
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c"))
-    found.push_back(&avx2::kernels);
+  if (cpu_has_avx2()) found.push_back(&avx2::kernels);
 #endif
 #ifdef CLOVER_HAVE_AVX512
-  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (wide) found.push_back(&avx512::kernels);
-#ifdef CLOVER_HAVE_AVX512BF16
-  if (wide && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512bf16::kernels);
+  if (cpu_has_avx512()) found.push_back(&avx512::kernels);
 #endif
+#ifdef CLOVER_HAVE_AVX512BF16
+  if (cpu_has_avx512bf16()) found.push_back(&avx512bf16::kernels);
 #endif
   return found;
 }
