@@ -105,6 +105,12 @@ class Inputs:
         self.hidden = torch.randn(tokens, arch.hidden_size, generator=generator)
         attended = torch.randn(tokens, arch.num_heads, arch.head_dim, generator=generator)
         self.attended = attended.bfloat16()
+        self.start = (None, self.cos, self.sin)
+        """The carry before stage 0."""
+
+    @property
+    def carry(self) -> tuple[torch.Tensor, ...]:
+        return self.hidden, self.cos, self.sin
 
 
 # -- the reference, in float64 except where the kernels round to bfloat16 between products
@@ -155,7 +161,7 @@ def near(actual: torch.Tensor, expected: torch.Tensor, relative: float) -> None:
 def check_stages(arch: ModelArch, weights: ModelWeights, native: NativeStages, tokens: int) -> None:
     inputs, layer = Inputs(arch, tokens), weights.layers[0]
     heads, rotated = arch.num_heads, arch.num_heads + arch.num_kv_heads
-    q, k, v, hidden = native.stage(0, None, None, inputs.ids, inputs.cos, inputs.sin)
+    q, k, v, (hidden, *_) = native.stage(0, None, inputs.start, inputs.ids)
     assert q is not None
     assert k is not None
     assert v is not None
@@ -165,7 +171,7 @@ def check_stages(arch: ModelArch, weights: ModelWeights, native: NativeStages, t
     near(q, expected[:, :heads], 2 * BF16_STEP)
     near(k, expected[:, heads:rotated], 2 * BF16_STEP)
     near(v, expected[:, rotated:], 2 * BF16_STEP)
-    *none, hidden = native.stage(1, inputs.attended, inputs.hidden, None, inputs.cos, inputs.sin)
+    *none, (hidden,) = native.stage(1, inputs.attended, inputs.carry, None)
     assert none == [None, None, None]
     near(hidden, plain_end(arch, layer, inputs), BF16_STEP / 2)
     logits = native.logits(inputs.hidden)
@@ -196,11 +202,12 @@ def test_every_number_of_tokens() -> None:
 def run_stages(native: NativeStages, inputs: Inputs, rows: slice) -> list[torch.Tensor]:
     """All that two stages and the head give for some rows of ``inputs``."""
     cos, sin = inputs.cos[rows], inputs.sin[rows]
-    q, k, v, first = native.stage(0, None, None, inputs.ids[rows], cos, sin)
+    q, k, v, (first, *_) = native.stage(0, None, (None, cos, sin), inputs.ids[rows])
     assert q is not None
     assert k is not None
     assert v is not None
-    *_, hidden = native.stage(1, inputs.attended[rows], inputs.hidden[rows], None, cos, sin)
+    carry = (inputs.hidden[rows], cos, sin)
+    *_, (hidden,) = native.stage(1, inputs.attended[rows], carry, None)
     return [q, k, v, first, hidden, native.logits(hidden)]
 
 
@@ -246,13 +253,11 @@ def test_inputs_are_left_alone_and_may_have_gaps() -> None:
     wide = torch.zeros(6, arch.num_heads + 3, arch.head_dim, dtype=torch.bfloat16)
     wide[:, : arch.num_heads] = inputs.attended
     before = inputs.hidden.clone()
-    *_, hidden = native.stage(
-        1, wide[:, : arch.num_heads], inputs.hidden, None, inputs.cos, inputs.sin
-    )
+    *_, (hidden,) = native.stage(1, wide[:, : arch.num_heads], inputs.carry, None)
     assert torch.equal(hidden, expected[4])
     assert torch.equal(inputs.hidden, before)
     across = inputs.attended.transpose(1, 2).contiguous().transpose(1, 2)
-    *_, hidden = native.stage(1, across, inputs.hidden, None, inputs.cos, inputs.sin)
+    *_, (hidden,) = native.stage(1, across, inputs.carry, None)
     assert torch.equal(hidden, expected[4])
 
 
@@ -268,6 +273,22 @@ def test_large_gates_saturate(gate: float, isa: str) -> None:
     check_stages(arch, weights, NativeStages(arch, weights, 1, isa), 3)
 
 
+def test_queries_keys_and_values_go_where_they_are_wanted() -> None:
+    arch = ARCHES["whole vectors"]
+    native = NativeStages(arch, make_weights(arch, bias=False, qk_norm=False), 2)
+    inputs = Inputs(arch, 3)
+    q, k, v, _ = native.stage(0, None, inputs.start, inputs.ids)
+    rows = torch.full(
+        (3, 5 + arch.num_heads + 2 * arch.num_kv_heads, arch.head_dim), 7.0
+    ).bfloat16()
+    places = torch.split(rows, [arch.num_heads, arch.num_kv_heads, arch.num_kv_heads, 5], 1)
+    *given, _ = native.stage(0, None, inputs.start, inputs.ids, places[:3])
+    for place, back, value in zip(places, given, (q, k, v), strict=False):
+        assert back is place
+        assert torch.equal(place, value)
+    assert (places[3] == 7).all()
+
+
 def test_what_is_out_of_range_is_refused() -> None:
     arch = ARCHES["whole vectors"]
     weights = make_weights(arch, bias=False, qk_norm=False)
@@ -280,10 +301,10 @@ def test_what_is_out_of_range_is_refused() -> None:
     for bad in (-1, arch.vocab_size):
         inputs.ids[1] = bad
         with pytest.raises(ValueError, match=f"token {bad} is outside the vocabulary"):
-            native.stage(0, None, None, inputs.ids, inputs.cos, inputs.sin)
+            native.stage(0, None, inputs.start, inputs.ids)
     many = Inputs(arch, MAX_TOKENS + 1)
     with pytest.raises(ValueError, match="too many tokens"):
-        native.stage(0, None, None, many.ids, many.cos, many.sin)
+        native.stage(0, None, many.start, many.ids)
     with pytest.raises(ValueError, match="too many tokens"):
         native.logits(many.hidden)
     with pytest.raises(ValueError, match="no such stage"):

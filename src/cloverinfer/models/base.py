@@ -22,6 +22,18 @@ Carry = tuple[torch.Tensor, ...]
 may select rows between stages."""
 
 
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def place(qkv: QKV, out: QKV | None) -> QKV:
+    """``qkv``, copied to where it is wanted."""
+    if out is None:
+        return qkv
+    for target, value in zip(out, qkv, strict=True):
+        target.copy_(value)
+    return out
+
+
 @dataclass(frozen=True)
 class ModelArch:
     """A model's shape, whatever file it came from. Names follow Hugging Face's ``config.json``."""
@@ -79,12 +91,14 @@ class DenseHalf(ABC):
         carry: Carry | None,
         token_ids_t: torch.Tensor | None,
         positions_t: torch.Tensor,
+        out: QKV | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, Carry]:
         """Runs stage ``i``: returns q ``[t, h, d]``, k ``[t, n, d]``, v ``[t, n, e]`` (rotary
         positions applied, in the KV spec's type) and the carry; q, k, v are None at stage L.
 
         ``token_ids_t`` int64 is read at stage 0 only, ``attn_out_the`` ``[t, h, e]`` and ``carry``
-        at stages 1 to L. ``positions_t`` int64 always.
+        at stages 1 to L. ``positions_t`` int64 always. ``out``: where to write q, k and v, which
+        are then what is returned; contiguous within a token, any stride between tokens.
         """
 
     @abstractmethod

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from .arch import kv_specs
-from .base import Carry, DenseHalf, ModelArch
+from .base import QKV, Carry, DenseHalf, ModelArch, place
 from .linear import Linear, make_linear
 from .native import MAX_TOKENS, LayerWeights, ModelWeights, NativeStages, native_serves
 from .rope import rope_table
@@ -69,10 +69,12 @@ class LlamaHalf(DenseHalf):
         carry: Carry | None,
         token_ids_t: torch.Tensor | None,
         positions_t: torch.Tensor,
+        out: QKV | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, Carry]:
         native = self._native
         if native is not None and 0 < positions_t.shape[0] <= MAX_TOKENS:
-            return self._native_stage(native, i, attn_out_the, carry, token_ids_t, positions_t)
+            carry = carry or (None, self._cos[positions_t], self._sin[positions_t])
+            return native.stage(i, attn_out_the, carry, token_ids_t, out)
         if i == 0:
             assert token_ids_t is not None
             hidden_tc = F.embedding(token_ids_t, self._weights.embedding)
@@ -85,25 +87,8 @@ class LlamaHalf(DenseHalf):
             hidden_tc = self._finish(self._weights.layers[i - 1], attn_out_the, hidden_tc)
             if i == len(self._weights.layers):
                 return None, None, None, (hidden_tc,)
-        q, k, v = self._attention_inputs(self._weights.layers[i], hidden_tc, cos, sin)
-        return q, k, v, (hidden_tc, cos, sin)
-
-    def _native_stage(
-        self,
-        native: NativeStages,
-        i: int,
-        attn_out_the: torch.Tensor | None,
-        carry: Carry | None,
-        token_ids_t: torch.Tensor | None,
-        positions_t: torch.Tensor,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, Carry]:
-        if i == 0:
-            hidden_tc, cos, sin = None, self._cos[positions_t], self._sin[positions_t]
-        else:
-            assert carry is not None
-            hidden_tc, cos, sin = carry
-        q, k, v, hidden_tc = native.stage(i, attn_out_the, hidden_tc, token_ids_t, cos, sin)
-        return q, k, v, ((hidden_tc,) if q is None else (hidden_tc, cos, sin))
+        qkv = self._attention_inputs(self._weights.layers[i], hidden_tc, cos, sin)
+        return *place(qkv, out), (hidden_tc, cos, sin)
 
     def logits(self, carry: Carry) -> torch.Tensor:
         hidden_tc = carry[0]
@@ -128,7 +113,7 @@ class LlamaHalf(DenseHalf):
 
     def _attention_inputs(
         self, layer: LayerWeights, hidden_tc: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> QKV:
         """q, k and v; queries and keys are rotated in one go."""
         arch = self.arch
         qkv = layer.qkv(self._norm(hidden_tc, layer.input_norm)).view(-1, *self._qkv_shape)

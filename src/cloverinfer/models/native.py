@@ -14,7 +14,7 @@ import torch
 
 from .. import _native
 from .arena import Arena
-from .base import ModelArch
+from .base import QKV, Carry, ModelArch
 from .linear import Linear
 
 MAX_TOKENS = _native.DENSE_MAX_TOKENS
@@ -85,8 +85,6 @@ class NativeStages:
         self._shape = (arch.num_heads + 2 * arch.num_kv_heads, arch.head_dim)
         self._rotated = arch.num_heads + arch.num_kv_heads
         self._parts = (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads)
-        self._key_bytes = 2 * arch.num_heads * arch.head_dim
-        self._value_bytes = 2 * self._rotated * arch.head_dim
         self._hidden, self._vocab = arch.hidden_size, arch.vocab_size
         self._layers = arch.num_layers
         self._native = _native.CpuDense(
@@ -114,16 +112,16 @@ class NativeStages:
         self,
         i: int,
         attended_the: torch.Tensor | None,
-        hidden_tc: torch.Tensor | None,
+        carry: tuple[torch.Tensor | None, ...],
         token_ids_t: torch.Tensor | None,
-        cos_t1d: torch.Tensor,
-        sin_t1d: torch.Tensor,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-        """q, k, v and the hidden rows ``[t, c]`` float32; at stage 0 ``token_ids_t`` is read,
-        later ``attended_the`` (heads contiguous) and ``hidden_tc``.
-        """
+        out: QKV | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, Carry]:
+        """``DenseHalf.stage``; ``carry`` is (hidden rows ``[t, c]``, None at stage 0; cos; sin)."""
+        hidden_tc, cos_t1d, sin_t1d = carry
+        assert cos_t1d is not None
+        assert sin_t1d is not None
         tokens = cos_t1d.shape[0]
-        out_tc = torch.empty((tokens, self._hidden))
+        hidden_out_tc = torch.empty((tokens, self._hidden))
         ids = attended = stride = hidden = 0
         if i == 0:
             assert token_ids_t is not None
@@ -136,30 +134,28 @@ class NativeStages:
             hidden_tc = hidden_tc.float()
             attended, stride = attended_the.data_ptr(), attended_the.stride(0)
             hidden = hidden_tc.data_ptr()
+        inputs = (i, tokens, ids, attended, stride, hidden, hidden_out_tc.data_ptr())
         if i == self._layers:
-            self._native.stage(i, tokens, 0, attended, stride, hidden, out_tc.data_ptr(), *(0,) * 8)
-            return None, None, None, out_tc
-        qkv = torch.empty((tokens, *self._shape), dtype=torch.bfloat16)
-        at, width = qkv.data_ptr(), qkv.stride(0)
+            self._native.stage(*inputs, *(0,) * 8)
+            return None, None, None, (hidden_out_tc,)
+        q, k, v = out or self._new_qkv(tokens)
         self._native.stage(
-            i,
-            tokens,
-            ids,
-            attended,
-            stride,
-            hidden,
-            out_tc.data_ptr(),
+            *inputs,
             cos_t1d.data_ptr(),
             sin_t1d.data_ptr(),
-            at,
-            width,
-            at + self._key_bytes,
-            width,
-            at + self._value_bytes,
-            width,
+            q.data_ptr(),
+            q.stride(0),
+            k.data_ptr(),
+            k.stride(0),
+            v.data_ptr(),
+            v.stride(0),
         )
+        return q, k, v, (hidden_out_tc, cos_t1d, sin_t1d)
+
+    def _new_qkv(self, tokens: int) -> QKV:
+        qkv = torch.empty((tokens, *self._shape), dtype=torch.bfloat16)
         q, k, v = torch.split_with_sizes(qkv, self._parts, 1)
-        return q, k, v, out_tc
+        return q, k, v
 
     def logits(self, hidden_tc: torch.Tensor) -> torch.Tensor:
         """``[t, vocab]`` float32."""

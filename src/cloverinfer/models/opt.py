@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from ..core.errors import ModelError
 from .arch import kv_specs
-from .base import Carry, DenseHalf, ModelArch
+from .base import QKV, Carry, DenseHalf, ModelArch, place
 from .linear import Linear, make_linear
 from .weights import Checkpoint
 
@@ -87,6 +87,7 @@ class OPTHalf(DenseHalf):
         carry: Carry | None,
         token_ids_t: torch.Tensor | None,
         positions_t: torch.Tensor,
+        out: QKV | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, Carry]:
         if i == 0:
             assert token_ids_t is not None
@@ -100,7 +101,7 @@ class OPTHalf(DenseHalf):
         layer, arch = self._layers[i], self.arch
         x = layer.attention_norm(hidden_tc) if self._before else hidden_tc
         qkv = layer.qkv(x).view(-1, 3, arch.num_heads, arch.head_dim)
-        return qkv[:, 0], qkv[:, 1], qkv[:, 2], (hidden_tc,)
+        return *place((qkv[:, 0], qkv[:, 1], qkv[:, 2]), out), (hidden_tc,)
 
     def logits(self, carry: Carry) -> torch.Tensor:
         (hidden_tc,) = carry

@@ -197,7 +197,6 @@ class AttentionNode(Node):
             self._fail(plan, problem)
             return
 
-    @torch.inference_mode()
     def _append_and_attend(self, layer: int, step: _Step) -> None:
         q, k, v = step.there.qkv(layer)
         self.backend.append(layer, k, v, step.slots_t)

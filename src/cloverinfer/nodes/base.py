@@ -158,8 +158,9 @@ class Node(ABC):
     def run(self) -> None:
         torch.set_num_threads(self.config.threads)
         try:
-            while not self._stopped.is_set():
-                self.step(POLL_SECONDS)
+            with torch.inference_mode():
+                while not self._stopped.is_set():
+                    self.step(POLL_SECONDS)
         finally:
             self.close()
 

@@ -187,11 +187,9 @@ class DecodeDenseNode(Node):
         assert len({s.home for s in segments}) == len(segments), "rows of one home are not adjacent"
         return segments
 
-    @torch.inference_mode()
     def _start(self, lane: _Lane) -> None:
         self._stage(lane, None)
 
-    @torch.inference_mode()
     def _resume(self, lane: _Lane) -> None:
         if lane.error is not None:
             raise lane.error
@@ -206,14 +204,14 @@ class DecodeDenseNode(Node):
         batch = lane.batch
         with self.gate:
             started = time.perf_counter()
-            q, k, v, lane.carry = self.half.stage(
-                lane.layer, attn_out, lane.carry, batch.token_ids_t, batch.positions_t
+            *_, lane.carry = self.half.stage(
+                lane.layer,
+                attn_out,
+                lane.carry,
+                batch.token_ids_t,
+                batch.positions_t,
+                lane.there.qkv(lane.layer),
             )
-            assert q is not None
-            assert k is not None
-            assert v is not None
-            for place, value in zip(lane.there.qkv(lane.layer), (q, k, v), strict=True):
-                place.copy_(value)
             lane.stats.dense += time.perf_counter() - started
         self._hop(lane)
 

@@ -44,7 +44,6 @@ class LocalForward:
         self._backend = backend
         self._gate = gate
 
-    @torch.inference_mode()
     def run(
         self, batch: Batch, stats: StepStats, on_layer: Callable[[int], None] | None = None
     ) -> list[int]:

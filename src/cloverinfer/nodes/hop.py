@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from ..kvcache.layout import KVSpec
+from ..models.base import QKV
 from ..transport import Region, RegionRef, Slices
 
 
@@ -29,9 +30,6 @@ class HopShape:
 
     def row_bytes(self, back: bool) -> int:
         return (self.back if back else self.there) * self.dtype.itemsize
-
-
-QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class HopRows:
