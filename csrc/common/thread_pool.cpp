@@ -6,9 +6,9 @@
 namespace clover {
 namespace {
 
-// Awake for longer than the gap between two products, or between a product and attention; short
+// Awake for longer than the gap between two products, or than the hop to attention and back; short
 // enough that an idle engine uses no core.
-constexpr std::chrono::microseconds kAwake(50);
+constexpr std::chrono::microseconds kAwake(100);
 
 void pause() {
 #if defined(__x86_64__) || defined(__i386__)

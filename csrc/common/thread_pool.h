@@ -1,5 +1,5 @@
 // Threads for jobs of many tasks, with little between one job and the next: a thread that has run
-// out of tasks waits awake for some tens of microseconds, then sleeps until there is work.
+// out of tasks waits awake for about a hundred microseconds, then sleeps until there is work.
 //
 // Each thread has a contiguous share of the tasks and helps with the other shares when its own is
 // done. Which thread runs which task is left to chance, so results must not depend on it.
