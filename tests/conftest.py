@@ -16,11 +16,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from cloverinfer.config.load import SECTIONS
 from cloverinfer.core.errors import EngineClosedError, RequestError
 
 SETTINGS = tuple(f"CLOVER_{section.upper()}_" for section in SECTIONS)
+
+
+settings.register_profile("fixed", derandomize=True)
+settings.load_profile("fixed")
 
 
 @pytest.fixture(autouse=True)
