@@ -8,9 +8,9 @@ from ..core.errors import ConfigError
 from .base import AttentionBackend
 
 _CLASSES = {
-    "torch": ("torch_backend", "TorchAttention"),
-    "cpu": ("cpu", "CpuAttention"),
-    "null": ("null", "NullAttention"),
+    "torch": "TorchAttention",
+    "cpu": "CpuAttention",
+    "null": "NullAttention",
 }
 
 
@@ -22,8 +22,6 @@ def create_backend(name: str, threads: int = 1) -> AttentionBackend:
     """The backend called ``name`` with ``threads`` compute threads; ``ConfigError`` if unknown."""
     if name not in _CLASSES:
         raise ConfigError(f"unknown attention backend {name!r}; known: {', '.join(_CLASSES)}")
-    module, cls = _CLASSES[name]
-    backend: AttentionBackend = getattr(importlib.import_module(f".{module}", __package__), cls)(
-        threads
-    )
+    module = importlib.import_module(f".{name}", __package__)
+    backend: AttentionBackend = getattr(module, _CLASSES[name])(threads)
     return backend

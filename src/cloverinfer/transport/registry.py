@@ -8,10 +8,10 @@ from ..core.errors import ConfigError
 from .base import Endpoint
 
 _CLASSES = {
-    "inproc": ("inproc", "InprocEndpoint"),
-    "shm": ("shm", "ShmEndpoint"),
-    "ray": ("ray_transport", "RayEndpoint"),
-    "null": ("null", "NullEndpoint"),
+    "inproc": "InprocEndpoint",
+    "shm": "ShmEndpoint",
+    "ray": "RayEndpoint",
+    "null": "NullEndpoint",
 }
 
 
@@ -23,6 +23,6 @@ def create_endpoint(transport: str, name: str) -> Endpoint:
     """An endpoint called ``name`` in logs; ``ConfigError`` for an unknown transport."""
     if transport not in _CLASSES:
         raise ConfigError(f"unknown transport {transport!r}; known: {', '.join(_CLASSES)}")
-    module, cls = _CLASSES[transport]
-    endpoint: Endpoint = getattr(importlib.import_module(f".{module}", __package__), cls)(name)
+    module = importlib.import_module(f".{transport}", __package__)
+    endpoint: Endpoint = getattr(module, _CLASSES[transport])(name)
     return endpoint

@@ -8,15 +8,15 @@ from ...core.errors import ConfigError
 from .base import Executor
 
 _CLASSES = {
-    "local": ("local", "LocalExecutor"),
-    "process": ("process", "ProcessExecutor"),
-    "ray": ("ray_executor", "RayExecutor"),
+    "local": "LocalExecutor",
+    "process": "ProcessExecutor",
+    "ray": "RayExecutor",
 }
 
 
 def create_executor(name: str) -> Executor:
     if name not in _CLASSES:
         raise ConfigError(f"unknown executor {name!r}; known: {', '.join(_CLASSES)}")
-    module, cls = _CLASSES[name]
-    executor: Executor = getattr(importlib.import_module(f".{module}", __package__), cls)()
+    module = importlib.import_module(f".{name}", __package__)
+    executor: Executor = getattr(module, _CLASSES[name])()
     return executor
