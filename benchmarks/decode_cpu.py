@@ -14,10 +14,10 @@ import threading
 import time
 from typing import Any
 
+from _common import Row, describe_run, finish, model_parser, read_bandwidth
+from _peers import all_peers, prompts, run_peer
 from cloverinfer import LLM, ModelConfig, SamplingParams
 from cloverinfer.models import resolve_model
-from common import Row, describe_run, finish, model_parser, read_bandwidth
-from peers import all_peers, prompts, run_peer
 
 PARTS = ("dense", "attention", "sample", "barrier")
 

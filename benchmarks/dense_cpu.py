@@ -16,9 +16,9 @@ from unittest import mock
 
 import torch
 
+from _common import Row, describe_run, finish, model_parser, peak_flops, read_bandwidth
 from cloverinfer import ModelConfig
 from cloverinfer.models import DenseHalf, llama, load_half, resolve_model
-from common import Row, describe_run, finish, model_parser, peak_flops, read_bandwidth
 
 STEPS = 5
 """Steps of one engine in a row."""

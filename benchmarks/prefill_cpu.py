@@ -11,10 +11,10 @@ import argparse
 
 import torch
 
+from _common import Row, describe_run, finish, model_parser, peak_flops, read_bandwidth
+from _peers import all_peers, prompts, run_peer
 from cloverinfer import LLM, ModelConfig, SamplingParams
 from cloverinfer.models import ResolvedModel, resolve_model
-from common import Row, describe_run, finish, model_parser, peak_flops, read_bandwidth
-from peers import all_peers, prompts, run_peer
 
 ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from cloverinfer.models import ResolvedModel, load_tokenizer
 
 SCRIPTS = {
-    "transformers": "peer_transformers.py",
-    "vllm": "peer_vllm.py",
-    "llama.cpp": "peer_llama_cpp.py",
+    "transformers": "_peer_transformers.py",
+    "vllm": "_peer_vllm.py",
+    "llama.cpp": "_peer_llama_cpp.py",
 }
 
 
