@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from cloverinfer import ModelConfig
 from cloverinfer.models import load_tokenizer, resolve_model
 
+pytestmark = pytest.mark.timeout(900)
 MODEL = "smollm2-135m"
 MAX_TOKENS = 64
 TEXTS = [

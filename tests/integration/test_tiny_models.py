@@ -8,6 +8,7 @@ from tests.same_tokens import check, pairwise, reference, run, settings_id
 from tests.tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.timeout(900)
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "opt"]
 MAX_TOKENS = 20
 LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 47, 5, 9, 12]
