@@ -88,7 +88,8 @@ def _cell(value: Any) -> str:
 
 
 def describe_run(threads: int) -> str:
-    """Where the figures come from: processor, threads, versions, commit."""
+    """Where the figures come from: processor, threads, versions, commit; and whether other work
+    disturbs them."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -101,9 +102,12 @@ def describe_run(threads: int) -> str:
         cwd=Path(__file__).parent,
         check=False,
     )
+    load = os.getloadavg()[0]
+    busy = load > threads / 2
+    warning = f"\nwarning: load average {load:.1f}: ratios are not reliable" if busy else ""
     return (
         f"{model}, {threads} threads, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, commit {git.stdout.strip() or 'unknown'}"
+        f"torch {torch.__version__}, commit {git.stdout.strip() or 'unknown'}{warning}"
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import signal
@@ -56,7 +57,7 @@ class _Terminated(BaseException):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     before = signal.signal(signal.SIGTERM, _on_terminate)
     try:
         return int(args.command(args))
@@ -100,6 +101,22 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(EXIT_USAGE)
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command's arguments; what it does not know is refused with its own help in mind."""
+    args, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        _refuse(unknown[0].split("=")[0], args.parser)
+    return args
+
+
+def _refuse(wrong: str, command: argparse.ArgumentParser) -> NoReturn:
+    if not wrong.startswith("-"):
+        command.error(f"unexpected {wrong!r}; put a prompt of several words in quotes")
+    known = [flag for action in command._actions for flag in action.option_strings]
+    close = difflib.get_close_matches(wrong, known, 1)
+    command.error(f"unknown flag {wrong}" + (f"; did you mean {close[0]}?" if close else ""))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="cloverinfer",
@@ -111,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         "generate", help="complete one prompt", description="Completes one prompt."
     )
     generate.add_argument("prompt", help="the prompt; - reads it from standard input")
-    generate.set_defaults(command=_generate)
+    generate.set_defaults(command=_generate, parser=generate)
     _add_sampling(generate)
     _add_output(generate)
     _add_common(generate)
@@ -120,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         help="serve an OpenAI-compatible API",
         description="Serves an OpenAI-compatible API until Ctrl-C or SIGTERM.",
     )
-    serve.set_defaults(command=_serve)
+    serve.set_defaults(command=_serve, parser=serve)
     _add_server(serve)
     _add_common(serve)
     return parser
@@ -276,7 +293,8 @@ def _generate(args: argparse.Namespace) -> int:
     elif not args.quiet:
         from .server import tables
 
-        tables.show(answer["metrics"], nodes, sys.stderr)
+        rows = {"finish_reason": answer["finish_reason"], **(answer["metrics"] or {})}
+        tables.show(rows, nodes, sys.stderr)
     return 0
 
 

@@ -10,14 +10,13 @@ from rich.table import Table
 
 NODE_COLUMNS = {
     "name": "node",
-    "role": "role",
     "pid": "pid",
     "device": "device",
     "transport": "transport",
     "tokens": "tokens",
     "steps": "steps",
-    "bytes_in": "in",
-    "bytes_out": "out",
+    "bytes_in": "MiB in",
+    "bytes_out": "MiB out",
 }
 """Keys of a node's row, with their headings."""
 PLAIN_WIDTH = 100
@@ -58,5 +57,5 @@ def _value(name: str, value: Any) -> str:
     if name in SECONDS or name.endswith("seconds"):
         return f"{value * 1000:.2f} ms"
     if name.startswith("bytes"):
-        return f"{value / 2**20:.2f} MiB"
+        return f"{value / 2**20:.2f}"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
