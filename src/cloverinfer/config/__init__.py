@@ -2,6 +2,7 @@
 
 from .cluster import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig
 from .load import Config, check_node_counts, load_config
+from .network import NetworkConfig
 from .server import ServerConfig
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "ClusterConfig",
     "Config",
     "ModelConfig",
+    "NetworkConfig",
     "SchedulerConfig",
     "ServerConfig",
     "check_node_counts",

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from ..core.errors import ConfigError
+from .network import NetworkConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TOPOLOGIES = ("colocated", "pd", "pda")
@@ -164,6 +165,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Seconds that all nodes together may take to start."""
     cache: CacheConfig = msgspec.field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)
+    network: NetworkConfig = msgspec.field(default_factory=NetworkConfig)
 
     def __post_init__(self) -> None:
         for field, known in _CHOICES.items():

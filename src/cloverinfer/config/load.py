@@ -1,9 +1,10 @@
 """Reads settings from a YAML file, ``CLOVER_*`` environment variables and overrides.
 
-Sections are ``model``, ``cluster``, ``cache``, ``scheduler`` and ``server``; a variable is named
-``CLOVER_<SECTION>_<FIELD>``. Overrides (command-line flags) win over the environment, which wins
-over the file, which wins over the defaults. Every value remembers where it came from, so that an
-error can say so. What a field means stands in the records themselves; nothing here knows any.
+Sections are ``model``, ``cluster``, ``cache``, ``scheduler``, ``network`` and ``server``; a
+variable is named ``CLOVER_<SECTION>_<FIELD>``. Overrides (command-line flags) win over the
+environment, which wins over the file, which wins over the defaults. Every value remembers where it
+came from, so that an error can say so. What a field means stands in the records themselves;
+nothing here knows any.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import yaml
 
 from ..core.errors import ConfigError
 from .cluster import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig
+from .network import NetworkConfig
 from .server import ServerConfig
 
 PREFIX = "CLOVER_"
@@ -29,6 +31,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "cluster": ClusterConfig,
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
+    "network": NetworkConfig,
     "server": ServerConfig,
 }
 NODE_COUNTS = {
@@ -81,6 +84,7 @@ def load_config(
         {
             "cache": _build(CacheConfig, "cache", values),
             "scheduler": _build(SchedulerConfig, "scheduler", values),
+            "network": _build(NetworkConfig, "network", values),
         },
     )
     check_node_counts(cluster.topology, {k: source for k, (_, source) in given["cluster"].items()})

@@ -26,7 +26,7 @@ _CLASSES: dict[str, Callable[..., Node]] = {
 def build_node(config: NodeConfig, gate: Gate | OpenGate | None = None) -> Node:
     """The node, with weights and pool; a ``CloverError`` says why it cannot be made."""
     model = resolve_model(config.model)
-    endpoint = create_endpoint(config.transport, config.name)
+    endpoint = create_endpoint(config.transport, config.name, config.network)
     try:
         return _CLASSES[config.role](config, model, endpoint, gate or OpenGate())
     except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ..config.cluster import CacheConfig, ModelConfig
+from ..config.network import NetworkConfig
 
 PREFILL, DENSE, ATTENTION, DECODE, COLOCATED = (
     "prefill",
@@ -33,3 +34,4 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most rows of a step."""
     dense_nodes: tuple[str, ...] = ()
     attention_nodes: tuple[str, ...] = ()
+    network: NetworkConfig = NetworkConfig()

@@ -18,7 +18,7 @@ from ..transport import Endpoint, Peer, create_endpoint
 from ..transport.shm import remove_leftovers
 from ..wire.messages import Meet, Message, Met, NodeInfo, Shutdown, decode, encode
 from .executors import Executor, OnDeath, create_executor
-from .layout import node_configs, transport_of
+from .layout import node_configs, transport_of, with_secret
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
@@ -30,7 +30,7 @@ class Cluster:
     def __init__(
         self, model: ModelConfig, cluster: ClusterConfig, progress: Callable[[str], None]
     ) -> None:
-        self.config = cluster
+        self.config = with_secret(cluster)
         self.model: ResolvedModel = resolve_model(model, progress)
         self.tokenizer: Tokenizer | None = self._load_tokenizer()
         self.infos: list[NodeInfo] = []
@@ -75,7 +75,7 @@ class Cluster:
         remove_leftovers()  # of engines that were killed
         timeout = cluster.start_timeout
         self.infos = self._executor.start(configs, timeout, self._note_death, progress)
-        self._endpoint = create_endpoint(transport_of(cluster), "scheduler")
+        self._endpoint = create_endpoint(transport_of(cluster), "scheduler", cluster.network)
         self._own = self._endpoint.connect(self._endpoint.address())
         for info in self.infos:
             self._peers[info.peer.name] = self._endpoint.connect(info.peer.address)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
+
+import msgspec
 
 from ..config.cluster import ClusterConfig, ModelConfig
 from ..nodes import config as roles
@@ -18,6 +21,14 @@ def transport_of(cluster: ClusterConfig) -> str:
     if cluster.transport != "auto":
         return cluster.transport
     return "inproc" if cluster.executor == "local" else "shm"
+
+
+def with_secret(cluster: ClusterConfig) -> ClusterConfig:
+    """The same, with a fresh secret that its nodes share where none is configured."""
+    if cluster.network.secret is not None:
+        return cluster
+    network = msgspec.structs.replace(cluster.network, secret=secrets.token_hex(32))
+    return msgspec.structs.replace(cluster, network=network)
 
 
 def role_counts(cluster: ClusterConfig) -> dict[str, int]:
@@ -48,6 +59,7 @@ def node_configs(cluster: ClusterConfig, model: ModelConfig) -> list[NodeConfig]
             model=model,
             cache=cluster.cache,
             transport=transport_of(cluster),
+            network=cluster.network,
             attention_backend=cluster.attention_backend,
             threads=threads,
             lanes=cluster.scheduler.num_wavefronts,

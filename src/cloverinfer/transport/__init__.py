@@ -1,10 +1,22 @@
 """The data plane: register memory, put ranges into a peer's, tell it; one file per wire."""
 
-from .base import Capabilities, Endpoint, Events, Peer, Ranges, Region, RegionRef, Slices, Ticket
-from .registry import create_endpoint, transport_names
+from .base import (
+    Capabilities,
+    DeviceMemory,
+    Endpoint,
+    Events,
+    Peer,
+    Ranges,
+    Region,
+    RegionRef,
+    Slices,
+    Ticket,
+)
+from .registry import create_endpoint, missing, transport_names
 
 __all__ = [
     "Capabilities",
+    "DeviceMemory",
     "Endpoint",
     "Events",
     "Peer",
@@ -14,5 +26,6 @@ __all__ = [
     "Slices",
     "Ticket",
     "create_endpoint",
+    "missing",
     "transport_names",
 ]

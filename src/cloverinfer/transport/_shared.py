@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.errors import TransportError
-from .base import Peer, Ranges, Region, RegionRef, Slices
+from .base import DeviceMemory, Peer, Ranges, Region, RegionRef, Slices
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Far more than any plan; a longer message is a mistake of ours."""
@@ -86,6 +86,11 @@ def check_notice(notice: int) -> None:
         raise ValueError(f"a notice is 32 bits, from 0 to 2^32 - 1, not {notice}")
 
 
+def check_no_event(after: int | None) -> None:
+    if after is not None:
+        raise ValueError("this transport knows no device events: after must be None")
+
+
 def check_message(message: bytes, limit: int) -> None:
     if not isinstance(message, bytes):
         raise ValueError(f"a message is bytes, not {type(message).__name__}")
@@ -120,8 +125,10 @@ def check_size(nbytes: int) -> None:
         raise ValueError(f"a region has at least one byte, not {nbytes}")
 
 
-def callers_memory(memory: memoryview) -> memoryview:
-    """The caller's memory as writable bytes; ``ValueError`` where it is not."""
+def callers_memory(memory: memoryview | DeviceMemory) -> memoryview:
+    """The caller's host memory as writable bytes; ``ValueError`` where it is not."""
+    if isinstance(memory, DeviceMemory):
+        raise ValueError("this transport takes host memory only")
     view = memoryview(memory)
     if view.readonly or not view.c_contiguous or view.nbytes == 0:
         raise ValueError("memory to register must be writable, contiguous and not empty")

@@ -9,6 +9,9 @@ put's bytes are visible at the receiver before its notice is.
 
 Threads. ``put`` and ``send`` may be called from any thread; everything else from one thread.
 
+Availability. Each transport's module has ``missing() -> str``: why this host cannot use it, in
+one sentence with what to do about it; empty where it can.
+
 Failure. Nothing waits without a timeout. A put to a peer that is gone fails with
 ``TransportError`` (at once, or through its ticket) within its deadline.
 """
@@ -39,8 +42,23 @@ class Capabilities:
     """Peers can write to ``register(buffer)`` regions; else only to ``register(nbytes)`` ones."""
     max_message_bytes: int
     """A longer ``send`` is a ``TransportError``."""
+    max_put_bytes: int = 1 << 40
+    """A put of more bytes in all is a ``TransportError``."""
+    memory: tuple[str, ...] = ("host",)
+    """Kinds of memory that regions may be of: ``host``, ``cuda``; ``register`` refuses others."""
     moves_data: bool = True
     """False: notices and messages arrive, bytes of puts do not (the null transport)."""
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Memory of an accelerator, owned by the caller."""
+
+    pointer: int
+    """Device address."""
+    nbytes: int
+    device: int
+    """Index of the device in this process."""
 
 
 class RegionRef(msgspec.Struct, frozen=True):
@@ -53,7 +71,8 @@ class RegionRef(msgspec.Struct, frozen=True):
 
 
 class Region:
-    """Registered memory: ``buffer`` is its memoryview of bytes; ``ref`` names it to peers."""
+    """Registered memory: ``buffer`` is its memoryview of bytes (empty for device memory);
+    ``ref`` names it to peers."""
 
     def __init__(self, ref: RegionRef, buffer: memoryview) -> None:
         self.ref = ref
@@ -132,8 +151,11 @@ class Endpoint(ABC):
         """What peers pass to ``connect``: ``<transport>://...``."""
 
     @abstractmethod
-    def register(self, memory: int | memoryview) -> Region:
-        """Allocates that many bytes (zeroed, page-aligned), or takes the caller's memory."""
+    def register(self, memory: int | memoryview | DeviceMemory) -> Region:
+        """Allocates that many bytes (zeroed, page-aligned), or takes the caller's memory.
+
+        ``ValueError`` for a kind of memory that ``capabilities.memory`` does not name.
+        """
 
     @abstractmethod
     def connect(self, address: str, timeout: float = DEFAULT_TIMEOUT) -> Peer:
@@ -154,12 +176,14 @@ class Endpoint(ABC):
         index: npt.NDArray[np.int32],
         notice: int,
         timeout: float = DEFAULT_TIMEOUT,
+        after: int | None = None,
     ) -> Ticket:
         """Copies ``local[index[i, 0]]`` to ``remote[index[i, 1]]`` for each row of ``index``
         (int32 ``[n, 2]``, n may be 0), then gives the peer ``notice`` (0 to 2^32 - 1).
 
         The local memory may be reused once the ticket is done; a ticket that is done on return
-        is not reported by ``poll``.
+        is not reported by ``poll``. ``after``: a CUDA event's handle; local memory is read once
+        that event has happened (``ValueError`` where ``capabilities.memory`` has no ``cuda``).
         """
 
     @abstractmethod

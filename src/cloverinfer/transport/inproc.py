@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _native
+from ..config.network import NetworkConfig
 from ..core.errors import DeadlineError, TransportError
 from ._shared import (
     MAX_MESSAGE_BYTES,
@@ -21,6 +22,7 @@ from ._shared import (
     allocate,
     callers_memory,
     check_message,
+    check_no_event,
     check_notice,
     check_prepare,
     check_region_open,
@@ -31,6 +33,7 @@ from ._shared import (
 from .base import (
     DEFAULT_TIMEOUT,
     Capabilities,
+    DeviceMemory,
     Endpoint,
     Events,
     Peer,
@@ -43,6 +46,11 @@ from .base import (
 
 _endpoints: dict[str, InprocEndpoint] = {}
 """Every open endpoint of this process by its address. Single dict operations are atomic."""
+
+
+def missing() -> str:
+    """See ``transport.base``: a process can always reach itself."""
+    return ""
 
 
 class InprocRegion(OwnRegion):
@@ -100,7 +108,7 @@ class InprocEndpoint(Endpoint):
         max_message_bytes=MAX_MESSAGE_BYTES,
     )
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, network: NetworkConfig | None = None) -> None:
         self.name = name
         self._address = f"{self.capabilities.name}://{name}-{secrets.token_hex(6)}"
         self._closed = False
@@ -113,7 +121,7 @@ class InprocEndpoint(Endpoint):
     def address(self) -> str:
         return self._address
 
-    def register(self, memory: int | memoryview) -> Region:
+    def register(self, memory: int | memoryview | DeviceMemory) -> Region:
         self._check_open()
         buffer = allocate(memory) if isinstance(memory, int) else callers_memory(memory)
         self._registered += 1
@@ -143,10 +151,12 @@ class InprocEndpoint(Endpoint):
         index: npt.NDArray[np.int32],
         notice: int,
         timeout: float = DEFAULT_TIMEOUT,
+        after: int | None = None,
     ) -> Ticket:
         self._check_open()
         assert isinstance(ranges, InprocRanges)
         check_notice(notice)
+        check_no_event(after)
         index = index_array(index)
         receiver = self._open_endpoint(ranges.peer)
         check_region_open(ranges.region)

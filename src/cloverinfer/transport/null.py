@@ -8,12 +8,28 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..config.network import NetworkConfig
 from ._shared import MAX_MESSAGE_BYTES, check_index
-from .base import DEFAULT_TIMEOUT, Capabilities, Events, Peer, Ranges, Region, Slices, Ticket
+from .base import (
+    DEFAULT_TIMEOUT,
+    Capabilities,
+    DeviceMemory,
+    Events,
+    Peer,
+    Ranges,
+    Region,
+    Slices,
+    Ticket,
+)
 from .inproc import InprocEndpoint, InprocRanges
 
 MOST_CALLS = 100_000
 """The oldest calls beyond these are forgotten, so that long runs stay small."""
+
+
+def missing() -> str:
+    """See ``transport.base``: a process can always reach itself."""
+    return ""
 
 
 class Call(NamedTuple):
@@ -35,15 +51,15 @@ class NullEndpoint(InprocEndpoint):
         moves_data=False,
     )
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, network: NetworkConfig | None = None) -> None:
+        super().__init__(name, network)
         self.calls: deque[Call] = deque(maxlen=MOST_CALLS)
 
     def address(self) -> str:
         self._record("address")
         return super().address()
 
-    def register(self, memory: int | memoryview) -> Region:
+    def register(self, memory: int | memoryview | DeviceMemory) -> Region:
         self._record("register", memory=memory)
         return super().register(memory)
 
@@ -61,6 +77,7 @@ class NullEndpoint(InprocEndpoint):
         index: npt.NDArray[np.int32],
         notice: int,
         timeout: float = DEFAULT_TIMEOUT,
+        after: int | None = None,
     ) -> Ticket:
         # A copy of the index: callers may use the array again for the next put.
         self._record("put", ranges=ranges, index=np.array(index), notice=notice, timeout=timeout)

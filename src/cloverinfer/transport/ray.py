@@ -21,6 +21,7 @@ import numpy.typing as npt
 import ray
 
 from .. import _native
+from ..config.network import NetworkConfig
 from ..core.errors import DeadlineError, TransportError
 from ._shared import (
     MAX_MESSAGE_BYTES,
@@ -30,6 +31,7 @@ from ._shared import (
     callers_memory,
     check_index,
     check_message,
+    check_no_event,
     check_notice,
     check_prepare,
     check_region_open,
@@ -40,6 +42,7 @@ from ._shared import (
 from .base import (
     DEFAULT_TIMEOUT,
     Capabilities,
+    DeviceMemory,
     Endpoint,
     Events,
     Peer,
@@ -54,6 +57,11 @@ NAMESPACE = "cloverinfer"
 _ADDRESS = re.compile(r"ray://(cloverinfer-\d+-[0-9a-f]+)")
 _ANSWER = 5.0
 """Seconds beyond the wait that was asked for in which the own mailbox must answer."""
+
+
+def missing() -> str:
+    """See ``transport.base``."""
+    return "" if ray.is_initialized() else "this process is not connected to Ray: use executor ray"
 
 
 class Parcel(NamedTuple):
@@ -151,7 +159,7 @@ class RayEndpoint(Endpoint):
         max_message_bytes=MAX_MESSAGE_BYTES,
     )
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, network: NetworkConfig | None = None) -> None:
         if not ray.is_initialized():
             raise TransportError("the ray transport needs a process that is connected to Ray")
         self.name = name
@@ -175,7 +183,7 @@ class RayEndpoint(Endpoint):
     def address(self) -> str:
         return self._address
 
-    def register(self, memory: int | memoryview) -> Region:
+    def register(self, memory: int | memoryview | DeviceMemory) -> Region:
         self._check_open()
         buffer = allocate(memory) if isinstance(memory, int) else callers_memory(memory)
         self._registered += 1
@@ -213,10 +221,12 @@ class RayEndpoint(Endpoint):
         index: npt.NDArray[np.int32],
         notice: int,
         timeout: float = DEFAULT_TIMEOUT,
+        after: int | None = None,
     ) -> Ticket:
         self._check_open()
         assert isinstance(ranges, RayRanges)
         check_notice(notice)
+        check_no_event(after)
         index = index_array(index)
         check_index(ranges, index)
         check_region_open(ranges.region)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 
+from ..config.network import NetworkConfig
 from ..core.errors import ConfigError
 from .base import Endpoint
 
@@ -19,10 +21,19 @@ def transport_names() -> list[str]:
     return list(_CLASSES)
 
 
-def create_endpoint(transport: str, name: str) -> Endpoint:
+def create_endpoint(transport: str, name: str, network: NetworkConfig | None = None) -> Endpoint:
     """An endpoint called ``name`` in logs; ``ConfigError`` for an unknown transport."""
+    module = _module(transport)
+    endpoint: Endpoint = getattr(module, _CLASSES[transport])(name, network or NetworkConfig())
+    return endpoint
+
+
+def missing(transport: str) -> str:
+    """Why this host cannot use the transport; empty where it can."""
+    return str(_module(transport).missing())
+
+
+def _module(transport: str) -> ModuleType:
     if transport not in _CLASSES:
         raise ConfigError(f"unknown transport {transport!r}; known: {', '.join(_CLASSES)}")
-    module = importlib.import_module(f".{transport}", __package__)
-    endpoint: Endpoint = getattr(module, _CLASSES[transport])(name)
-    return endpoint
+    return importlib.import_module(f".{transport}", __package__)

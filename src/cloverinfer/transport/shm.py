@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _native
+from ..config.network import NetworkConfig
 from ..core.errors import DeadlineError, TransportError
 from ._shared import (
     MAX_MESSAGE_BYTES,
@@ -26,6 +27,7 @@ from ._shared import (
     OwnRegion,
     callers_memory,
     check_message,
+    check_no_event,
     check_notice,
     check_prepare,
     check_region_open,
@@ -35,6 +37,7 @@ from ._shared import (
     seconds_left,
 )
 from ._shm_files import (
+    ROOT,
     create_segment,
     lives,
     names,
@@ -49,6 +52,7 @@ from ._shm_link import MESSAGE, NOTICE, SPILLED, Link
 from .base import (
     DEFAULT_TIMEOUT,
     Capabilities,
+    DeviceMemory,
     Endpoint,
     Events,
     Peer,
@@ -68,6 +72,11 @@ _STATE = struct.Struct("=I")
 _OPEN, _TAKEN_BACK = 0x4E45504F, 0x45534C43
 """First word of a region's segment, stored by its owner. A put that races with the change may go
 either way; the memory stays mapped on both sides, so nothing worse can happen."""
+
+
+def missing() -> str:
+    """See ``transport.base``."""
+    return "" if os.access(ROOT, os.W_OK) else f"{ROOT} is missing: mount a tmpfs there"
 
 
 class ShmPeer(Peer):
@@ -131,7 +140,7 @@ class ShmEndpoint(Endpoint):
         max_message_bytes=MAX_MESSAGE_BYTES,
     )
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, network: NetworkConfig | None = None) -> None:
         self.name = name
         self._prefix = new_prefix()
         self._address = f"shm://{self._prefix}"
@@ -157,7 +166,7 @@ class ShmEndpoint(Endpoint):
     def address(self) -> str:
         return self._address
 
-    def register(self, memory: int | memoryview) -> Region:
+    def register(self, memory: int | memoryview | DeviceMemory) -> Region:
         self._check_open()
         self._registered += 1
         if isinstance(memory, int):
@@ -227,10 +236,12 @@ class ShmEndpoint(Endpoint):
         index: npt.NDArray[np.int32],
         notice: int,
         timeout: float = DEFAULT_TIMEOUT,
+        after: int | None = None,
     ) -> Ticket:
         self._check_open()
         assert isinstance(ranges, ShmRanges)
         check_notice(notice)
+        check_no_event(after)
         index = index_array(index)
         deadline = deadline_after(timeout)
         check_region_open(ranges.region)
