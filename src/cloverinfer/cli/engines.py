@@ -1,0 +1,46 @@
+"""A running engine for the length of a command, with its progress on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..config import Config
+
+if TYPE_CHECKING:
+    from ..orchestrator.llm import AsyncLLM
+
+
+@contextlib.contextmanager
+def running(config: Config, quiet: bool) -> Iterator[AsyncLLM]:
+    """A running engine, closed whatever happens; signals wait while it closes."""
+    progress = None if quiet else _progress
+    if not quiet:
+        _progress(f"loading {config.model.model_path}")
+    from ..orchestrator.llm import AsyncLLM
+
+    engine = AsyncLLM(config.model, config.cluster, progress)
+    try:
+        yield engine
+    finally:
+        with _signals_ignored():
+            engine.close()
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _signals_ignored() -> Iterator[None]:
+    """A second Ctrl-C must not cut the closing short and leave processes behind."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

@@ -1,0 +1,121 @@
+"""Flags that commands share, as configuration keys; nothing here runs anything."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from ..config import (
+    CacheConfig,
+    ClusterConfig,
+    Config,
+    ModelConfig,
+    SchedulerConfig,
+    load_config,
+)
+from ..config.cluster import (
+    ATTENTION_BACKENDS,
+    DTYPES,
+    EXECUTORS,
+    LOAD_FORMATS,
+    TOPOLOGIES,
+    TRANSPORTS,
+)
+
+DEFAULTS = {"cluster": {"executor": "local"}}
+"""What a command starts from where the records say otherwise: no Ray unless asked for."""
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="YAML settings; flags win over them")
+    _add_model(parser)
+    _add_cluster(parser)
+    _add_limits(parser)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    model = ModelConfig()
+    group = parser.add_argument_group("model")
+    text = f"known name, Hugging Face directory or GGUF file (default: {model.model_path})"
+    option(group, "--model", "model.model_path", text)
+    option(group, "--dtype", "model.dtype", f"default: {model.dtype}", choices=DTYPES)
+    text = f"default: {model.load_format}"
+    option(group, "--load-format", "model.load_format", text, choices=LOAD_FORMATS)
+    text = "longest prompt + output in tokens (default: the model's own)"
+    option(group, "--max-model-len", "model.max_model_len", text, int)
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    cluster = ClusterConfig()
+    group = parser.add_argument_group("cluster")
+    text = f"default: {cluster.topology}"
+    option(group, "--topology", "cluster.topology", text, choices=TOPOLOGIES)
+    text = f"what runs the nodes (default: {DEFAULTS['cluster']['executor']})"
+    option(group, "--executor", "cluster.executor", text, choices=EXECUTORS)
+    text = "prefill nodes of pd and pda (default: 1)"
+    option(group, "--prefill", "cluster.num_prefill_workers", text, int)
+    text = "dense nodes of pd and pda (default: 1)"
+    option(group, "--dense", "cluster.num_decode_dense_nodes", text, int)
+    text = "attention nodes of pda (default: 1)"
+    option(group, "--attention", "cluster.num_attention_nodes", text, int)
+    text = f"default: {cluster.transport}"
+    option(group, "--transport", "cluster.transport", text, choices=TRANSPORTS)
+    text = f"default: {cluster.attention_backend}"
+    option(
+        group, "--attention-backend", "cluster.attention_backend", text, choices=ATTENTION_BACKENDS
+    )
+    text = "compute threads of each process (default: the cores it may use)"
+    option(group, "--threads", "cluster.threads", text, int)
+    text = f"seconds that the nodes may take to start (default: {cluster.start_timeout:g})"
+    option(group, "--start-timeout", "cluster.start_timeout", text, float)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    cache, limits = CacheConfig(), SchedulerConfig()
+    group = parser.add_argument_group("cache and scheduler")
+    text = f"tokens per block (default: {cache.block_size})"
+    option(group, "--block-size", "cache.block_size", text, int)
+    text = f"KV pool of each attention node in GiB (default: {cache.memory_gib:g})"
+    option(group, "--memory-gib", "cache.memory_gib", text, float)
+    text = "blocks per pool (default: by --memory-gib)"
+    option(group, "--num-blocks", "cache.num_blocks", text, int)
+    switch(group, "--prefix-caching", "cache.enable_prefix_caching", "keep full blocks findable")
+    text = f"requests decoded at a time (default: {limits.max_num_seqs})"
+    option(group, "--max-num-seqs", "scheduler.max_num_seqs", text, int)
+    text = f"token budget of one forward (default: {limits.max_num_batched_tokens})"
+    option(group, "--max-num-batched-tokens", "scheduler.max_num_batched_tokens", text, int)
+    text = f"requests that may wait (default: {limits.max_queue})"
+    option(group, "--max-queue", "scheduler.max_queue", text, int)
+    text = f"micro-batches in flight, 1 to 4 (default: {limits.num_wavefronts})"
+    option(group, "--num-wavefronts", "scheduler.num_wavefronts", text, int)
+    text = "split long prompts"
+    switch(group, "--chunked-prefill", "scheduler.enable_chunked_prefill", text)
+
+
+def option(
+    group: Any,
+    flag: str,
+    key: str,
+    text: str,
+    kind: Callable[[str], Any] = str,
+    choices: tuple[str, ...] | None = None,
+) -> None:
+    """A flag that sets a configuration key; None means that it was not given."""
+    metavar = None if choices else {int: "N", float: "X"}.get(kind, "TEXT")  # type: ignore[call-overload]
+    group.add_argument(flag, dest=key, type=kind, choices=choices, metavar=metavar, help=text)
+
+
+def switch(group: Any, flag: str, key: str, text: str) -> None:
+    action = argparse.BooleanOptionalAction
+    group.add_argument(flag, dest=key, action=action, help=f"{text} (default: on)")
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    """The settings in force, from flags, environment and file."""
+    overrides: dict[str, dict[str, Any]] = {}
+    for key, value in vars(args).items():
+        section, dot, field = key.partition(".")
+        if dot and value is not None:
+            overrides.setdefault(section, {})[field] = value
+    return load_config(args.config, overrides, defaults=DEFAULTS)
