@@ -81,6 +81,13 @@ def check_index(ranges: OffsetRanges, index: npt.NDArray[np.int32]) -> None:
         raise ValueError(f"an index row names no slice; there are {counts[0]} and {counts[1]}")
 
 
+def check_put_bytes(ranges: Ranges, index: npt.NDArray[np.int32], limit: int) -> None:
+    """``TransportError`` for a put of more bytes than ``Capabilities.max_put_bytes``."""
+    nbytes = len(index) * ranges.local.length
+    if nbytes > limit:
+        raise TransportError(f"a put of {nbytes} bytes; at most {limit} can be put at once")
+
+
 def check_notice(notice: int) -> None:
     if not 0 <= notice < 1 << 32:
         raise ValueError(f"a notice is 32 bits, from 0 to 2^32 - 1, not {notice}")

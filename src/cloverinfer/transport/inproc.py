@@ -25,6 +25,7 @@ from ._shared import (
     check_no_event,
     check_notice,
     check_prepare,
+    check_put_bytes,
     check_region_open,
     deadline_after,
     index_array,
@@ -158,6 +159,7 @@ class InprocEndpoint(Endpoint):
         check_notice(notice)
         check_no_event(after)
         index = index_array(index)
+        check_put_bytes(ranges, index, self.capabilities.max_put_bytes)
         receiver = self._open_endpoint(ranges.peer)
         check_region_open(ranges.region)
         with ranges.target as target:

@@ -34,6 +34,7 @@ from ._shared import (
     check_no_event,
     check_notice,
     check_prepare,
+    check_put_bytes,
     check_region_open,
     deadline_after,
     index_array,
@@ -228,6 +229,7 @@ class RayEndpoint(Endpoint):
         check_notice(notice)
         check_no_event(after)
         index = index_array(index)
+        check_put_bytes(ranges, index, self.capabilities.max_put_bytes)
         check_index(ranges, index)
         check_region_open(ranges.region)
         item = Item(self._address, notice, _pack(ranges, index) if len(index) else None)

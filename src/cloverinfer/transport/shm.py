@@ -30,6 +30,7 @@ from ._shared import (
     check_no_event,
     check_notice,
     check_prepare,
+    check_put_bytes,
     check_region_open,
     check_size,
     deadline_after,
@@ -243,6 +244,7 @@ class ShmEndpoint(Endpoint):
         check_notice(notice)
         check_no_event(after)
         index = index_array(index)
+        check_put_bytes(ranges, index, self.capabilities.max_put_bytes)
         deadline = deadline_after(timeout)
         check_region_open(ranges.region)
         if not ranges.target.open:

@@ -1,0 +1,288 @@
+"""What every transport must do: order, messages, polling and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tests.transport_kit import (
+    PATIENCE,
+    Make,
+    Way,
+    Wire,
+    array,
+    collect,
+    offsets,
+    put_error,
+    rows,
+    settle,
+    until_refused,
+    way_error,
+)
+
+from cloverinfer.core.errors import TransportError
+from cloverinfer.transport import Endpoint, Ticket, create_endpoint
+
+# -- order
+
+
+def test_data_is_there_before_its_notice(wire: Wire, pair: tuple[Endpoint, Endpoint]) -> None:
+    count, length = wire.count(2000), 4096
+    way = Way(*pair, nbytes=count * length, length=length)
+    array(way.source)[:] = np.repeat(np.arange(count) % 255 + 1, length)
+
+    def sender() -> None:
+        for i in range(count):
+            way.put(i, rows((i, i)))
+
+    thread = threading.Thread(target=sender)
+    thread.start()
+    seen = 0
+    while seen < count:
+        events = pair[1].poll(PATIENCE)
+        assert events
+        for _, notice in events.notices:
+            assert notice == seen
+            if pair[1].capabilities.moves_data:
+                piece = array(way.target)[notice * length : (notice + 1) * length]
+                assert (piece == notice % 255 + 1).all()
+            seen += 1
+    thread.join()
+
+
+def test_puts_and_messages_arrive_in_order(wire: Wire, pair: tuple[Endpoint, Endpoint]) -> None:
+    count = wire.count(10_000)
+    way = Way(*pair, nbytes=64)
+    tickets = []
+    for i in range(count):
+        tickets.append(way.start(i, rows() if i % 2 else None))
+        if i % 10 == 0:
+            way.sender.send(way.peer, str(i).encode())
+    settle(way.sender, *tickets)
+    seen = collect(pair[1], notices=count, messages=count // 10)
+    assert [n for _, n in seen.notices] == list(range(count))
+    assert [int(m) for _, m in seen.messages] == list(range(0, count, 10))
+
+
+def test_many_threads_put_and_send(wire: Wire, pair: tuple[Endpoint, Endpoint]) -> None:
+    count = wire.count(2000)
+    way = Way(*pair, nbytes=64, length=16)
+    tickets: list[Ticket] = []
+
+    def run(thread: int) -> None:
+        for i in range(count):
+            tickets.append(way.start(thread << 16 | i, rows((thread, thread))))
+            way.sender.send(way.peer, bytes([thread]) * (i % 50))
+
+    threads = [threading.Thread(target=run, args=(t,)) for t in range(4)]
+    for thread in threads:
+        thread.start()
+    seen = collect(pair[1], notices=4 * count, messages=4 * count)
+    for thread in threads:
+        thread.join()
+    settle(way.sender, *tickets)
+    for t in range(4):
+        assert [n & 0xFFFF for _, n in seen.notices if n >> 16 == t] == list(range(count))
+    assert sum(len(m) for _, m in seen.messages) == 4 * sum(i % 50 for i in range(count))
+
+
+def test_both_ways_at_once(wire: Wire, pair: tuple[Endpoint, Endpoint]) -> None:
+    count = wire.count(3000)
+    ways = [Way(*pair, nbytes=1 << 12), Way(*reversed(pair), nbytes=1 << 12)]
+    failures: list[Exception] = []
+
+    def run(way: Way, own: Endpoint) -> None:
+        try:
+            for i in range(count):
+                way.put(i)
+            assert [n for _, n in collect(own, notices=count).notices] == list(range(count))
+        except Exception as error:  # handed to the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=each) for each in zip(ways, pair, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_notices_wrap_around(wire: Wire, pair: tuple[Endpoint, Endpoint]) -> None:
+    count = wire.count(50_000)
+    way = Way(*pair, nbytes=64)
+    tickets: list[Ticket] = []
+    thread = threading.Thread(
+        target=lambda: tickets.extend(way.start(i, rows()) for i in range(count))
+    )
+    thread.start()
+    seen = collect(pair[1], notices=count)
+    thread.join()
+    settle(way.sender, *tickets)
+    assert [n for _, n in seen.notices] == list(range(count))
+
+
+# -- messages
+
+
+def test_messages_of_varied_sizes_wrap_around(wire: Wire, pair: tuple[Endpoint, Endpoint]) -> None:
+    a, b = pair
+    peer = a.connect(b.address())
+    draw = random.Random(3)
+    sizes = [draw.choice([0, 1, 15, 16, 17, 1000, 30_000, 65_536, 65_537, 200_000])
+             for _ in range(wire.count(600))]  # fmt: skip
+    thread = threading.Thread(
+        target=lambda: [a.send(peer, bytes([i % 251]) * n) for i, n in enumerate(sizes)]
+    )
+    thread.start()
+    seen = collect(b, messages=len(sizes))
+    thread.join()
+    assert [m for _, m in seen.messages] == [bytes([i % 251]) * n for i, n in enumerate(sizes)]
+
+
+def test_large_message_arrives_even_in_the_same_thread(make: Make) -> None:
+    a = make("a")
+    message = np.random.default_rng(4).bytes((4 << 20) + 3)
+    a.send(a.connect(a.address()), message)
+    assert collect(a, messages=1).messages[0][1] == message
+
+
+def test_too_long_message_is_refused(pair: tuple[Endpoint, Endpoint]) -> None:
+    a, b = pair
+    peer = a.connect(b.address())
+    with pytest.raises(TransportError, match="at most"):
+        a.send(peer, bytes(a.capabilities.max_message_bytes + 1))
+    a.send(peer, b"fine")
+    assert [m for _, m in collect(b, messages=1).messages] == [b"fine"]
+
+
+# -- poll
+
+
+def test_poll_without_anything(pair: tuple[Endpoint, Endpoint]) -> None:
+    a, b = pair
+    b.connect(a.address())
+    for timeout in (0.0, -1.0, 0.02):
+        events = a.poll(timeout)
+        assert not events
+        assert (events.notices, events.messages, events.tickets) == ([], [], [])
+
+
+def test_poll_of_zero_sees_what_has_arrived(pair: tuple[Endpoint, Endpoint]) -> None:
+    a, b = pair
+    a.send(a.connect(b.address()), b"here")
+    seen = b.poll(0.0)
+    end = time.monotonic() + PATIENCE
+    while not seen and time.monotonic() < end:
+        seen = b.poll(0.0)
+    assert [m for _, m in seen.messages] == [b"here"]
+
+
+def test_poll_waits_without_using_the_processor(make: Make) -> None:
+    a = make("a")
+    wall, cpu = time.monotonic(), time.thread_time()
+    assert not a.poll(0.5)
+    assert time.monotonic() - wall >= 0.45
+    assert time.thread_time() - cpu < 0.1
+
+
+def test_poll_is_woken_through_the_own_address(make: Make) -> None:
+    a = make("a")
+    own = a.connect(a.address())
+    timer = threading.Timer(0.1, lambda: a.send(own, b"wake up"))
+    timer.start()
+    begun = time.monotonic()
+    assert a.poll(PATIENCE).messages == [(own, b"wake up")]
+    assert time.monotonic() - begun < PATIENCE / 2  # woken, not found when the time was over
+    timer.join()
+
+
+def test_loopback_put(make: Make) -> None:
+    a = make("a")
+    way = Way(a, a, nbytes=100)
+    array(way.source)[:] = 6
+    way.put(7)
+    assert collect(a, notices=1).notices == [(way.peer, 7)]
+    way.expect(np.full(100, 6, np.uint8))
+
+
+# -- ends
+
+
+def test_put_and_send_to_a_closed_peer_fail(pair: tuple[Endpoint, Endpoint]) -> None:
+    way = Way(*pair, nbytes=64)
+    way.put(1)
+    pair[1].close()
+    assert put_error(way.sender, way.ranges, rows((0, 0)))
+    until_refused(lambda: way.sender.send(way.peer, b"anyone?", timeout=5.0))
+    assert way_error(way.sender, way.peer, *way.slices(offsets(0), 64))
+    with pytest.raises(TransportError):
+        way.sender.connect(pair[1].address(), timeout=5.0)
+
+
+def test_what_was_sent_before_the_sender_closed_arrives(pair: tuple[Endpoint, Endpoint]) -> None:
+    a, b = pair
+    peer = a.connect(b.address())
+    a.send(peer, b"last words")
+    a.send(peer, b"x" * 100_000)
+    a.close()
+    assert [m for _, m in collect(b, messages=2).messages] == [b"last words", b"x" * 100_000]
+
+
+def test_peers_come_and_go(wire: Wire, make: Make) -> None:
+    a = make("a")
+    for i in range(wire.count(20)):
+        b = make(f"b{i}")
+        way, back = Way(a, b, nbytes=4096), Way(b, a, nbytes=4096)
+        way.put(i)
+        back.put(i)
+        assert collect(b, notices=1).notices == [(b.connect(a.address()), i)]
+        assert collect(a, notices=1).notices == [(way.peer, i)]
+        for region in (way.source, back.target):
+            region.close()
+        b.close()
+
+
+def test_closed_endpoint_refuses_everything(pair: tuple[Endpoint, Endpoint]) -> None:
+    way = Way(*pair, nbytes=64)
+    a = way.sender
+    a.close()
+    a.close()
+    assert way.source.buffer.nbytes == 0
+    calls: list[Callable[[], object]] = [
+        lambda: a.register(64),
+        lambda: a.connect(pair[1].address()),
+        lambda: way.cut(offsets(0), 0),
+        lambda: a.put(way.ranges, rows(), 0),
+        lambda: a.send(way.peer, b""),
+        lambda: a.poll(0.0),
+    ]
+    for call in calls:
+        with pytest.raises(TransportError, match="closed"):
+            call()
+
+
+@pytest.mark.ray
+def test_ray_endpoint_inside_an_actor(embedded_ray: None) -> None:
+    import ray
+
+    class Echo:
+        def answer(self, address: str) -> str:
+            with contextlib.closing(create_endpoint("ray", "actor")) as endpoint:
+                peer = endpoint.connect(address)
+                endpoint.send(peer, b"from an actor")
+                events = endpoint.poll(PATIENCE)
+                return str(events.messages[0][1])
+
+    with contextlib.closing(create_endpoint("ray", "driver")) as ours:
+        actor = ray.remote(Echo).remote()
+        answer = actor.answer.remote(ours.address())
+        ((peer, message),) = collect(ours, messages=1).messages
+        assert message == b"from an actor"
+        ours.send(peer, b"heard")
+        assert ray.get(answer, timeout=PATIENCE) == str(b"heard")
+        ray.kill(actor)
