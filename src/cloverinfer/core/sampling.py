@@ -9,6 +9,7 @@ import msgspec
 from .errors import RequestError
 
 MAX_STOP_STRINGS = 64
+MAX_LOGPROBS = 20
 MOST = 2**31 - 1
 """Largest count or token id."""
 
@@ -32,6 +33,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Generation ends at any of these tokens."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence tokens."""
+    logprobs: int | None = None
+    """Log-probabilities of each generated token and of this many likeliest ones, 0 to 20."""
 
     def __post_init__(self) -> None:
         self._check(
@@ -68,6 +71,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             "stop_token_ids",
             isinstance(ids, (list, tuple)) and all(_is_int(t) and 0 <= t <= MOST for t in ids),
             "a list of token ids",
+        )
+        self._check(
+            "logprobs",
+            self.logprobs is None
+            or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            f"an integer from 0 to {MAX_LOGPROBS}",
         )
         msgspec.structs.force_setattr(self, "stop", tuple(stop))
         msgspec.structs.force_setattr(self, "stop_token_ids", tuple(ids))

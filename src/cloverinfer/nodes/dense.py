@@ -20,11 +20,11 @@ from ..models import ResolvedModel, load_half
 from ..models.base import Carry
 from ..models.sampling import sample
 from ..transport import Endpoint, Peer, Ranges, RegionRef
-from ..wire.messages import HopFailed, Message, NodeGone, Sampling, StepDone, StepPlan, StepStats
+from ..wire.messages import HopFailed, Message, NodeGone, Sampling, StepPlan, StepStats
 from ..wire.notices import STEP_MASK, HopNotice, pack_hop, unpack
 from .base import Node
 from .config import NodeConfig
-from .forward import last_stage, sample_rows
+from .forward import last_stage, sample_rows, step_done
 from .gate import Gate, OpenGate
 from .hop import HopBuffer, HopRows, HopShape, row_index
 from .rows import Batch, RowTable
@@ -251,13 +251,13 @@ class DecodeDenseNode(Node):
             t0 = time.perf_counter()
             logits = last_stage(self.half, lane.batch, attn_out, lane.carry)
             t1 = time.perf_counter()
-            tokens = sample_rows(lane.batch, logits)
+            sampled = sample_rows(lane.batch, logits)
             t2 = time.perf_counter()
         stats.dense += t1 - t0
         stats.sample += t2 - t1
         stats.seconds = t2 - lane.started
         del self._lanes[lane.plan.lane]
-        self.report(StepDone(self.config.name, lane.plan.lane, lane.plan.step, tokens, stats))
+        self.report(step_done(self.config.name, lane.plan, sampled, stats))
 
     # -- the reference path: a step by plain calls, layer by layer
 

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
 from ..attention.base import AttentionBackend
+from ..core.logprobs import TokenLogprobs
 from ..models.base import Carry, DenseHalf
+from ..models.logprobs import token_logprobs
 from ..models.sampling import sample
-from ..wire.messages import StepStats
+from ..wire.messages import StepDone, StepPlan, StepStats
 from .gate import Gate, OpenGate
 from .rows import Batch
+
+
+@dataclass
+class Sampled:
+    """What a step's rows said."""
+
+    tokens: list[int] = field(default_factory=list)
+    """One for each row that samples."""
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """Of those that asked for them, by index in ``tokens``."""
+
+
+def step_done(name: str, plan: StepPlan, sampled: Sampled, stats: StepStats) -> StepDone:
+    """The report of the step on the node called ``name``."""
+    return StepDone(name, plan.lane, plan.step, sampled.tokens, stats, sampled.logprobs)
 
 
 def last_stage(half: DenseHalf, batch: Batch, attn_out: torch.Tensor, carry: Carry) -> torch.Tensor:
@@ -26,14 +44,27 @@ def last_stage(half: DenseHalf, batch: Batch, attn_out: torch.Tensor, carry: Car
     return half.logits(carry)
 
 
-def sample_rows(batch: Batch, logits: torch.Tensor) -> list[int]:
+def sample_rows(batch: Batch, logits: torch.Tensor) -> Sampled:
     """Chooses a token for each sampling row and notes it as the row's next."""
     params = [row.sampling for row in batch.sampled]
     tokens = [int(token) for token in sample(logits, params, batch.sample_positions)]
     for row, token, position in zip(batch.sampled, tokens, batch.sample_positions, strict=True):
         del row.tokens[position - row.start :]  # a replayed step replaces what it had sampled
         row.tokens.append(token)
-    return tokens
+    return Sampled(tokens, _logprobs(batch, logits, tokens))
+
+
+def _logprobs(batch: Batch, logits: torch.Tensor, tokens: list[int]) -> dict[int, TokenLogprobs]:
+    asked = {
+        i: row.sampling.logprobs
+        for i, row in enumerate(batch.sampled)
+        if row.sampling.logprobs is not None
+    }
+    if not asked:
+        return {}
+    rows = list(asked)
+    scored = token_logprobs(logits[rows], [tokens[i] for i in rows], list(asked.values()))
+    return dict(zip(rows, scored, strict=True))
 
 
 class LocalForward:
@@ -46,8 +77,8 @@ class LocalForward:
 
     def run(
         self, batch: Batch, stats: StepStats, on_layer: Callable[[int], None] | None = None
-    ) -> list[int]:
-        """The sampled tokens; adds the time of each part to ``stats``."""
+    ) -> Sampled:
+        """What was sampled; adds the time of each part to ``stats``."""
         half = self._half
         carry: Carry | None = None
         attn_out: torch.Tensor | None = None
@@ -66,7 +97,7 @@ class LocalForward:
             if on_layer is not None:
                 on_layer(layer)
         if not batch.sampled:
-            return []
+            return Sampled()
         return self._finish(batch, attn_out, carry, stats)
 
     def _attend(
@@ -90,15 +121,15 @@ class LocalForward:
         attn_out: torch.Tensor | None,
         carry: Carry | None,
         stats: StepStats,
-    ) -> list[int]:
+    ) -> Sampled:
         assert attn_out is not None
         assert carry is not None
         with self._gate:
             t0 = time.perf_counter()
             logits = last_stage(self._half, batch, attn_out, carry)
             t1 = time.perf_counter()
-            tokens = sample_rows(batch, logits)
+            sampled = sample_rows(batch, logits)
             t2 = time.perf_counter()
         stats.dense += t1 - t0
         stats.sample += t2 - t1
-        return tokens
+        return sampled

@@ -11,16 +11,11 @@ from ..attention import AttentionBackend, create_backend
 from ..kvcache.layout import PoolLayout
 from ..models import ResolvedModel, load_half
 from ..transport import Endpoint, Peer, Region, RegionRef
-from ..wire.messages import (
-    Message,
-    StepDone,
-    StepPlan,
-    StepStats,
-)
+from ..wire.messages import Message, StepPlan, StepStats
 from ..wire.notices import KVNotice, unpack
 from .base import Node
 from .config import PREFILL, NodeConfig
-from .forward import LocalForward
+from .forward import LocalForward, Sampled, step_done
 from .gate import Gate, OpenGate
 from .rows import Batch, RowTable
 from .transfers import KVPusher, PushJob, TransferReceiver, plan_push
@@ -85,14 +80,14 @@ class LocalNode(Node):
         stats = StepStats()
         try:
             self.rows.apply(plan)
-            tokens = self.run_batch(self.rows.batch(plan), stats)
+            sampled = self.run_batch(self.rows.batch(plan), stats)
         except Exception as problem:
             self.report_failure(plan, problem)
             return
         stats.seconds = time.perf_counter() - started
-        self.report(StepDone(self.config.name, plan.lane, plan.step, tokens, stats))
+        self.report(step_done(self.config.name, plan, sampled, stats))
 
-    def run_batch(self, batch: Batch, stats: StepStats) -> list[int]:
+    def run_batch(self, batch: Batch, stats: StepStats) -> Sampled:
         return self.forward.run(batch, stats)
 
 
@@ -137,7 +132,7 @@ class PrefillNode(LocalNode):
                     self.endpoint, self.link(name), peer, self.pool, self.layout
                 )
 
-    def run_batch(self, batch: Batch, stats: StepStats) -> list[int]:
+    def run_batch(self, batch: Batch, stats: StepStats) -> Sampled:
         jobs = self._plan_pushes(batch)
         for job in jobs:
             job.pusher.announce(job.chunk)
@@ -148,9 +143,9 @@ class PrefillNode(LocalNode):
                 stats.bytes_out += job.pusher.put_layer(job.transfer, layer, job.index)
             stats.push += time.perf_counter() - started
 
-        tokens = self.forward.run(batch, stats, push_layer)
+        sampled = self.forward.run(batch, stats, push_layer)
         self.gate.rest()
-        return tokens
+        return sampled
 
     def _plan_pushes(self, batch: Batch) -> list[PushJob]:
         sampling = {row.request for row in batch.sampled}

@@ -26,6 +26,7 @@ from ..core.errors import (
     TransportError,
     check_text,
 )
+from ..core.logprobs import TokenLogprobs
 from ..core.request import Request
 from ..core.sampling import SamplingParams
 from ..models import IncrementalDetokenizer, Tokenizer
@@ -61,6 +62,8 @@ class Chunk:
     error: str | None = None
     metrics: dict[str, Any] | None = None
     """On the last chunk."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of ``token_ids``, where asked for."""
 
 
 Sink = Callable[["Chunk | CloverError"], None]
@@ -76,6 +79,18 @@ class _Live:
     stream: TextStream
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def take(self) -> dict[str, Any]:
+        """Fields of a chunk with all that has not been handed out."""
+        wanted = self.request.sampling.logprobs is not None
+        new = {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "logprobs": self.logprobs if wanted else None,
+        }
+        self.text, self.token_ids, self.logprobs = "", [], []
+        return new
 
 
 class Engine:
@@ -373,6 +388,8 @@ class Engine:
     def _on_token(self, event: TokenEvent, now: float) -> None:
         live = self._live[event.request.number]
         live.token_ids.append(event.token)
+        if event.logprobs is not None:
+            live.logprobs.append(event.logprobs)
         self._touched[event.request.number] = live
         if event.request.finish_reason == "stop":
             return  # the token that ended it is not part of the text
@@ -389,8 +406,7 @@ class Engine:
             self._touched.pop(request.number, None)
             self._hand_out_last(live, now)
         for live in self._touched.values():
-            self._hand(live, Chunk(live.text, live.token_ids))
-            live.text, live.token_ids = "", []
+            self._hand(live, Chunk(**live.take()))
         self._touched.clear()
         if ended:
             oldest = min((live.request.arrival for live in self._live.values()), default=now)
@@ -398,12 +414,13 @@ class Engine:
 
     def _hand_out_last(self, live: _Live, now: float) -> None:
         request = live.request
-        text = live.text + live.stream.flush()
+        live.text += live.stream.flush()
         reason = request.finish_reason
         if reason == "length" and live.stream.stopped:
             reason = "stop"  # the last token that was allowed completed a stop string
         metrics = request_metrics(request, now, self._stats)
-        self._hand(live, Chunk(text, live.token_ids, reason, request.error, metrics))
+        last = live.take()
+        self._hand(live, Chunk(finish_reason=reason, error=request.error, metrics=metrics, **last))
 
     def _hand(self, live: _Live, item: Chunk | CloverError) -> None:
         """The boundary where an error of whoever takes the chunks ends that request alone."""

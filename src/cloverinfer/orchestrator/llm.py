@@ -14,6 +14,7 @@ import msgspec
 from ..config.cluster import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig
 from ..config.load import check_node_counts, hint
 from ..core.errors import CloverError, ConfigError, RequestError
+from ..core.logprobs import TokenLogprobs
 from ..core.sampling import SamplingParams
 from ..models import Tokenizer
 from .engine import Chunk, Engine, Sink
@@ -32,6 +33,8 @@ class Completion:
     finish_reason: str
     """``stop``, ``length`` or ``abort``."""
     metrics: dict[str, Any]
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of ``token_ids``, where asked for."""
 
 
 class AsyncLLM:
@@ -243,7 +246,13 @@ def _completion(chunks: Sequence[Chunk]) -> Completion:
         [token for chunk in chunks for token in chunk.token_ids],
         last.finish_reason,
         last.metrics,
+        _joined([chunk.logprobs for chunk in chunks]),
     )
+
+
+def _joined(parts: Sequence[list[TokenLogprobs] | None]) -> list[TokenLogprobs] | None:
+    given = [part for part in parts if part is not None]
+    return [one for part in given for one in part] if given else None
 
 
 def _as_prompts(prompts: str | list[int] | Sequence[str | list[int]]) -> list[str | list[int]]:

@@ -7,7 +7,7 @@ incarnation may join in the plan that takes the old one away.
 
 from __future__ import annotations
 
-from ..core.request import RequestState
+from ..core.request import Request, RequestState
 from ..wire.messages import AttentionJoin, AttentionPlan, Join, Push, Sampling, StepPlan
 from .records import DENSE_ROLES, StepRecord
 from .state import Flight, Lane, Node, Row, Seat, State
@@ -82,7 +82,6 @@ class PlanWriter:
     def _join(self, node: Node, seat: Seat) -> Join:
         request, home = seat.request, seat.home
         assert home is not None
-        sampling = request.sampling
         start = request.num_computed
         return Join(
             request=request.number,
@@ -90,9 +89,7 @@ class PlanWriter:
             tokens=request.all_token_ids()[start:],
             start=start,
             blocks=node.pool.table(request.number) if node.pool is not None else [],
-            sampling=Sampling(
-                sampling.temperature, max(sampling.top_k, 0), sampling.top_p, request.seed
-            ),
+            sampling=_sampling(request),
             home=home.name if node.role == "dense" else "",
             push=_push(seat, home) if node.role == "prefill" else None,
         )
@@ -122,6 +119,18 @@ class PlanWriter:
         elif held > told:
             plan.blocks.append((number, pool.table(number, told)))
         home.told[number] = held
+
+
+def _sampling(request: Request) -> Sampling:
+    """What a node needs to know of how the request wants its tokens."""
+    given = request.sampling
+    return Sampling(
+        temperature=given.temperature,
+        top_k=max(given.top_k, 0),
+        top_p=given.top_p,
+        seed=request.seed,
+        logprobs=given.logprobs,
+    )
 
 
 def _push(seat: Seat, home: Node) -> Push:

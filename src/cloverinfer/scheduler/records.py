@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.errors import ConfigError
+from ..core.logprobs import TokenLogprobs
 from ..core.request import Request
 
 TOPOLOGY_ROLES = {
@@ -39,6 +40,7 @@ class TokenEvent:
     token: int
     finished: bool
     """It was the last one; ``request.finish_reason`` says why."""
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Union
+
+from ..core.logprobs import TokenLogprobs
 from ..core.request import RequestState
 from ..wire.messages import StepDone, StepFailed, TransferDone
 from .lanes import LanePlanner
 from .records import TokenEvent
 from .state import Flight, Lane, Row, Seat, State
+
+_Said = tuple[int, Union[TokenLogprobs, None]]
+"""A token and, where asked for, its log-probabilities."""
 
 
 class Results:
@@ -26,13 +33,13 @@ class Results:
             self.step_failed(StepFailed(done.node, done.lane, done.step, error), now)
             return []
         events: list[TokenEvent] = []
-        tokens = iter(done.tokens)
+        sampled = _sampled(done)
         for row in self._land(lane).rows:
-            token = next(tokens) if row.samples else None
+            said = next(sampled) if row.samples else None
             if row.seat.request.finished:
                 self._state.vacate(row.seat)
             else:
-                self._advance(lane, row, token, now, events)
+                self._advance(lane, row, said, now, events)
         _mark_idle(lane, now)
         return events
 
@@ -81,17 +88,18 @@ class Results:
         return flight
 
     def _advance(
-        self, lane: Lane, row: Row, token: int | None, now: float, events: list[TokenEvent]
+        self, lane: Lane, row: Row, said: _Said | None, now: float, events: list[TokenEvent]
     ) -> None:
         seat, request = row.seat, row.seat.request
         request.num_computed = row.start + row.count
         self._confirm(lane, row)
-        if token is None:
+        if said is None:
             return
+        token, logprobs = said
         request.output_token_ids.append(token)
         request.token_times.append(now)
         reason = _reason_to_end(seat, token)
-        events.append(TokenEvent(request, token, reason is not None))
+        events.append(TokenEvent(request, token, reason is not None, logprobs))
         if lane.node.role == "prefill" and seat.transfer is not None and seat.transfer.whole:
             self._confirm_home(seat)
         if reason is not None:
@@ -131,6 +139,11 @@ class Results:
         self._confirm_home(seat)
         self._state.close_transfer(seat)
         self._state.ready[seat.request.number] = seat
+
+
+def _sampled(done: StepDone) -> Iterator[_Said]:
+    for i, token in enumerate(done.tokens):
+        yield token, done.logprobs.get(i)
 
 
 def _reason_to_end(seat: Seat, token: int) -> str | None:

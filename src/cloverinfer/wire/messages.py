@@ -10,6 +10,7 @@ from typing import Union
 
 import msgspec
 
+from ..core.logprobs import TokenLogprobs
 from ..kvcache.layout import PoolLayout
 from ..transport.base import RegionRef
 
@@ -21,6 +22,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     top_k: int
     top_p: float
     seed: int
+    logprobs: int | None = None
+    """Likeliest tokens to report with each token; None: no log-probabilities."""
 
 
 class Push(msgspec.Struct, array_like=True):
@@ -169,6 +172,8 @@ class StepDone(msgspec.Struct, array_like=True, tag="done"):
     step: int
     tokens: list[int]
     stats: StepStats
+    logprobs: dict[int, TokenLogprobs] = {}
+    """Of the rows that asked for them, by index in ``tokens``."""
 
 
 class StepFailed(msgspec.Struct, array_like=True, tag="failed"):
