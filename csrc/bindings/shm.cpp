@@ -12,6 +12,7 @@
 
 #include "shm/copy.h"
 #include "shm/mailbox.h"
+#include "shm/rally.h"
 #include "shm/ring.h"
 
 namespace py = pybind11;
@@ -85,8 +86,22 @@ shm::RingHeader* ring_of(const Pinned& memory) {
   return checked(shm::ring_in(memory.data(), memory.size()));
 }
 
+// Threads that large copies are shared out over; one set per number of them in a process.
+class CopyThreads {
+ public:
+  explicit CopyThreads(int threads) {
+    if (threads < 1) raise("ValueError", "a copy has at least one thread");
+    pool_ = ThreadPool::shared(threads);
+  }
+  ThreadPool* pool() const { return pool_.get(); }
+
+ private:
+  std::shared_ptr<ThreadPool> pool_;
+};
+
 void copy_ranges(const py::object& dst, const Offsets& dst_offsets, const py::object& src,
-                 const Offsets& src_offsets, int64_t length, const Index& index) {
+                 const Offsets& src_offsets, int64_t length, const Index& index,
+                 const CopyThreads* threads) {
   if (index.ndim() != 2 || index.shape(1) != 2) raise("ValueError", "index must be [n, 2]");
   const Pinned to(dst, true);
   const Pinned from(src, false);
@@ -97,9 +112,23 @@ void copy_ranges(const py::object& dst, const Offsets& dst_offsets, const py::ob
   Status status;
   {
     const py::gil_scoped_release unlocked;
-    status = shm::copy_ranges(dst_pieces, src_pieces, length, index.data(), index.shape(0));
+    status = shm::copy_ranges(dst_pieces, src_pieces, length, index.data(), index.shape(0),
+                              threads == nullptr ? nullptr : threads->pool());
   }
   check(status);
+}
+
+// The least that two processes can do to wake each other, `rounds` times there and back: a bell
+// each, and nothing said. `memory` is shared, zeroed, and the first and the second name different
+// sides of it. False: the other side did not answer in time.
+bool bell_rally(const py::object& memory, bool second, int64_t rounds, double timeout) {
+  const Pinned pinned(memory, true);
+  const bool aligned = reinterpret_cast<uintptr_t>(pinned.data()) % alignof(shm::Rally) == 0;
+  if (pinned.size() < sizeof(shm::Rally) || !aligned) {
+    raise("ValueError", "the memory is too small, or not at a multiple of 64");
+  }
+  const py::gil_scoped_release unlocked;
+  return shm::rally(reinterpret_cast<shm::Rally*>(pinned.data()), second, rounds, to_ns(timeout));
 }
 
 // The sending end of one ring into one peer's mailbox.
@@ -225,9 +254,13 @@ py::str ring_sender(const py::object& memory) {
 }  // namespace
 
 void bind_shm(py::module_& m) {
+  py::class_<CopyThreads>(m, "CopyThreads").def(py::init<int>(), py::arg("threads"));
+  m.attr("LARGE_COPY_BYTES") = shm::kLargeCopy;
   m.def("copy_ranges", &copy_ranges, py::arg("dst"), py::arg("dst_offsets").noconvert(),
         py::arg("src"), py::arg("src_offsets").noconvert(), py::arg("length"),
-        py::arg("index").noconvert());
+        py::arg("index").noconvert(), py::arg("threads") = nullptr);
+  m.def("bell_rally", &bell_rally, py::arg("memory"), py::arg("second"), py::arg("rounds"),
+        py::arg("timeout"));
   m.def("format_mailbox", &format_mailbox, py::arg("memory"), py::arg("pid"),
         py::arg("start_time"));
   m.def("mailbox_owner", &mailbox_owner, py::arg("memory"));

@@ -151,6 +151,15 @@ class CpuDense:
 
 Memory = Buffer | npt.NDArray[np.uint8]
 
+LARGE_COPY_BYTES: int
+"""Copies of so many bytes in all go past the caches, and over ``CopyThreads`` where given."""
+
+class CopyThreads:
+    """Threads that large copies are shared out over, the caller's included; ``ValueError`` below
+    1. They sleep between copies, and end with the last object of their number."""
+
+    def __init__(self, threads: int) -> None: ...
+
 def copy_ranges(
     dst: Memory,
     dst_offsets: npt.NDArray[np.int64],
@@ -158,10 +167,17 @@ def copy_ranges(
     src_offsets: npt.NDArray[np.int64],
     length: int,
     index: npt.NDArray[np.int32],
+    threads: CopyThreads | None = None,
 ) -> None:
     """For each row (s, d) of ``index`` [n, 2]: ``length`` bytes from ``src_offsets[s]`` to
     ``dst_offsets[d]``; adjoining rows become one copy. ``ValueError``, before anything has moved,
     if a row names no offset or reaches outside the memory.
+    """
+
+def bell_rally(memory: Memory, second: bool, rounds: int, timeout: float) -> bool:
+    """Wakes another process, which has the other ``second``, and is woken by it, ``rounds`` times:
+    the floor of latencies. ``memory``: 256 zeroed bytes that both share, good for one rally. False
+    if the other did not answer within ``timeout`` seconds.
     """
 
 def format_mailbox(memory: Memory, pid: int, start_time: int) -> None:

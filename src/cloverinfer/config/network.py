@@ -23,6 +23,9 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Peers prove to each other that they know it; None: a fresh one for every cluster."""
     tcp_streams: int = 4
     """Connections per peer over tcp, 1 to 64."""
+    copy_threads: int | None = None
+    """Threads that copy a put of 4 MiB and more over shm, 1 to 64; None: one for each core that the
+    process may use, at most 4."""
     checksum: str = "none"
     """none, or crc32c: of every block of a KV transfer, checked by the receiver."""
     staging_mib: int = 64
@@ -34,6 +37,8 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         self._check("port", 0 <= self.port <= 65535, "from 0 to 65535")
         self._check("secret", self.secret != "", "a non-empty string")
         self._check("tcp_streams", 1 <= self.tcp_streams <= 64, "from 1 to 64")
+        threads = self.copy_threads
+        self._check("copy_threads", threads is None or 1 <= threads <= 64, "from 1 to 64")
         self._check("checksum", self.checksum in CHECKSUMS, f"one of {', '.join(CHECKSUMS)}")
         self._check("staging_mib", 1 <= self.staging_mib <= 1 << 20, "from 1 to 1048576")
 

@@ -69,6 +69,7 @@ __all__ = ["ShmEndpoint", "lives", "remove_leftovers"]
 _ADDRESS = re.compile(r"shm://(cloverinfer-(\d+)-[0-9a-f]+)")
 _REGION = re.compile(r"g\d+")
 _SPILLED_NAME = re.compile(r"m[0-9a-f]+")
+MOST_COPY_THREADS = 4
 _STATE = struct.Struct("=I")
 _OPEN, _TAKEN_BACK = 0x4E45504F, 0x45534C43
 """First word of a region's segment, stored by its owner. A put that races with the change may go
@@ -78,6 +79,11 @@ either way; the memory stays mapped on both sides, so nothing worse can happen."
 def missing() -> str:
     """See ``transport.base``."""
     return "" if os.access(ROOT, os.W_OK) else f"{ROOT} is missing: mount a tmpfs there"
+
+
+def _copy_threads() -> int:
+    """A few fill the memory's bandwidth; more would only take cores from who computes."""
+    return min(len(os.sched_getaffinity(0)), MOST_COPY_THREADS)
 
 
 class ShmPeer(Peer):
@@ -143,6 +149,8 @@ class ShmEndpoint(Endpoint):
 
     def __init__(self, name: str, network: NetworkConfig | None = None) -> None:
         self.name = name
+        self._copy_threads = (network or NetworkConfig()).copy_threads or _copy_threads()
+        self._threads: _native.CopyThreads | None = None
         self._prefix = new_prefix()
         self._address = f"shm://{self._prefix}"
         self._closed = False
@@ -256,10 +264,19 @@ class ShmEndpoint(Endpoint):
             ranges.source_offsets,
             ranges.length,
             index,
+            self._threads_for(len(index) * ranges.length),
         )
         with self._link(ranges.peer, deadline) as link:
             link.push(NOTICE, notice, b"", deadline)
         return Ticket(done=True)
+
+    def _threads_for(self, nbytes: int) -> _native.CopyThreads | None:
+        """None below what is worth waking them; made at the first large put."""
+        if nbytes < _native.LARGE_COPY_BYTES or self._copy_threads == 1:
+            return None
+        if self._threads is None:
+            self._threads = _native.CopyThreads(self._copy_threads)
+        return self._threads
 
     def send(self, peer: Peer, message: bytes, timeout: float = DEFAULT_TIMEOUT) -> None:
         self._check_open()
@@ -356,6 +373,7 @@ class ShmEndpoint(Endpoint):
         for name in names(f"{self._prefix}-"):
             unlink(name)
         self._mapped.clear()
+        self._threads = None
 
     def _check_open(self) -> None:
         if self._closed:
