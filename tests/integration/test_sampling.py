@@ -7,6 +7,7 @@ from tests.tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
 
 from cloverinfer import LLM, ModelConfig, SamplingParams
+from cloverinfer.core.errors import RequestError
 
 TOPOLOGIES = ["colocated", "pd", "pda"]
 PROMPTS = [[5, 6, 7], [9], list(range(1, 40)), [3, 3, 3, 3]]
@@ -88,6 +89,82 @@ def test_logprobs_stream_with_their_tokens(llm):
     chunks = list(llm.engine.stream_sync([5, 6, 7], asked(logprobs=2)))
     assert all([r.token_id for r in chunk.logprobs] == chunk.token_ids for chunk in chunks)
     assert sum(len(chunk.logprobs) for chunk in chunks) == 12
+
+
+SHAPES = [
+    {"presence_penalty": 1.5, "frequency_penalty": 0.8},
+    {"repetition_penalty": 1.7},
+    {"logit_bias": {11: 30.0, 12: 29.0}, "frequency_penalty": 1.0},
+    {"min_tokens": 8, "stop_token_ids": tuple(range(0, 96, 2))},
+    {"repetition_penalty": 0.9, "presence_penalty": -1.0, "logprobs": 4},
+    {},
+]
+
+
+def plainly(peer, prompt, params):
+    """Greedy tokens by the letter of the parameters, from the reference's logits."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + params.max_tokens:
+        with torch.no_grad():
+            logits = peer(torch.tensor([tokens])).logits[0, -1].float()
+        said = tokens[len(prompt) :]
+        for token, by in (params.logit_bias or {}).items():
+            logits[token] += by
+        if len(said) < params.min_tokens:
+            logits[list(params.stop_token_ids)] = -torch.inf
+        for token in set(tokens):
+            p = params.repetition_penalty
+            logits[token] = logits[token] / p if logits[token] > 0 else logits[token] * p
+        for token in set(said):
+            logits[token] -= params.frequency_penalty * said.count(token) + params.presence_penalty
+        tokens.append(int(logits.argmax()))
+        if tokens[-1] in params.stop_token_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def shaped(peer):
+    """Prompts, parameters and what must come of them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine, waiting for a second one takes longest
+    cases = []
+    for i, fields in enumerate(SHAPES):
+        params = asked(max_tokens=30, **fields)
+        prompt = PROMPTS[i % len(PROMPTS)]
+        cases.append((prompt, params, plainly(peer, prompt, params)))
+    plain = [plainly(peer, prompt, asked()) for prompt, *_ in cases]
+    torch.set_num_threads(threads)
+    assert sum(few != case[2][:12] for few, case in zip(plain, cases, strict=True)) == 5
+    return cases
+
+
+def test_shaped_logits_give_the_same_tokens_in_every_topology(llm, shaped):
+    prompts, params, wanted = zip(*shaped, strict=True)
+    done = llm.generate(list(prompts), list(params))
+    assert [one.token_ids for one in done] == list(wanted)
+    # A cached prefix is not read again, but its tokens count.
+    again = llm.generate(list(prompts), list(params))
+    assert again[2].metrics["cached_tokens"] > 0
+    assert [one.token_ids for one in again] == list(wanted)
+    assert len(wanted[3]) == 9 or wanted[3][8] % 2
+    assert done[3].stop_reason == wanted[3][-1]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_preemption_keeps_counts(tight, topology, shaped):
+    prompts, params, wanted = zip(*shaped, strict=True)
+    with tight(topology) as llm:
+        done = llm.generate(list(prompts) * 2, list(params) * 2)
+        assert sum(one.metrics["preemptions"] for one in done) > 0
+        assert [one.token_ids for one in done] == list(wanted) * 2
+        check_idle(llm)
+
+
+def test_a_bias_outside_the_vocabulary_is_refused(llm):
+    with pytest.raises(RequestError, match="logit_bias: token id 96 is not in") as caught:
+        llm.generate([[1]], asked(logit_bias={96: 1.0}))
+    assert caught.value.param == "logit_bias"
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

@@ -73,3 +73,13 @@ def test_random_texts_agree_with_a_plain_search():
             expected = seen[: min(i for i in (seen.find(s) for s in stops) if i >= 0)]
         _, pieces = feed(text, stops)
         assert "".join(pieces) == expected
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "shown"), [(0, "say stop"), (4, "say stop"), (8, "say stop and stop")]
+)
+def test_a_stop_string_may_be_kept_and_only_counts_after_the_least_tokens(min_tokens, shown):
+    stream = TextStream(Letters(), ("stop",), keep_stop=True, min_tokens=min_tokens)
+    pieces = [stream.add([ord(char)]) for char in "say stop and stop, then"]
+    assert "".join(pieces) + stream.flush() == shown
+    assert stream.stopped_by == "stop"

@@ -47,6 +47,8 @@ class Request:
     seed: int = 0
     """``sampling.seed``, or the seed drawn for this request at arrival."""
     eos_token_ids: frozenset[int] = frozenset()
+    bad_words: list[list[int]] = field(default_factory=list)
+    """``sampling.bad_words`` as tokens."""
     output_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     """Tokens whose keys and values exist in this incarnation; ``num_computed <= num_tokens``."""

@@ -3,91 +3,98 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from .errors import RequestError
 
 MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 256
+MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
 MOST = 2**31 - 1
 """Largest count or token id."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters of one request; checked on construction (``RequestError``)."""
+    """Sampling parameters of one request; checked on construction (``RequestError``).
+
+    ``docs/sampling.md`` says in which order they take effect.
+    """
 
     max_tokens: int = 128
     """Most tokens to generate, at least 1."""
+    min_tokens: int = 0
+    """No end of sequence, stop token or stop string before this many tokens."""
     temperature: float = 1.0
     """0 is greedy; higher is more varied. In [0, 100]."""
     top_k: int = 0
     """Keep the k likeliest tokens; 0 (or -1) keeps all."""
     top_p: float = 1.0
     """Keep the smallest set of tokens whose probability reaches p, in (0, 1]."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the likeliest one's probability, in [0, 1]."""
     seed: int | None = None
     """Makes sampled tokens repeatable; None draws a fresh seed per request. In [-2^63, 2^63)."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token generated before, in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token for each time it was generated before, in [-2, 2]."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens in prompt or output. In
+    (0, 100]; above 1 discourages them."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these token ids, each in [-100, 100]."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that are not generated: the token that would complete one is never chosen."""
     stop: tuple[str, ...] = ()
     """Generation ends before the first of these strings; they are not part of the text."""
     stop_token_ids: tuple[int, ...] = ()
     """Generation ends at any of these tokens."""
+    include_stop_str_in_output: bool = False
+    """The text ends with the stop string (or stop token) that ended it."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence tokens."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     logprobs: int | None = None
     """Log-probabilities of each generated token and of this many likeliest ones, 0 to 20."""
 
     def __post_init__(self) -> None:
-        self._check(
-            "max_tokens",
-            _is_int(self.max_tokens) and 1 <= self.max_tokens <= MOST,
-            f"an integer from 1 to {MOST}",
-        )
-        self._check(
-            "temperature",
-            _is_real(self.temperature) and 0 <= self.temperature <= 100,
-            "a number in [0, 100]",
-        )
-        self._check(
-            "top_k",
-            _is_int(self.top_k) and -1 <= self.top_k <= MOST,
-            f"an integer from 0 (all) to {MOST}",
-        )
-        self._check("top_p", _is_real(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
-        self._check(
-            "seed",
-            self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63),
-            "a 64-bit integer",
-        )
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        self._check(
-            "stop",
-            isinstance(stop, (list, tuple))
-            and len(stop) <= MAX_STOP_STRINGS
-            and all(isinstance(s, str) and s for s in stop),
-            f"at most {MAX_STOP_STRINGS} non-empty strings",
-        )
-        ids = self.stop_token_ids
-        self._check(
-            "stop_token_ids",
-            isinstance(ids, (list, tuple)) and all(_is_int(t) and 0 <= t <= MOST for t in ids),
-            "a list of token ids",
-        )
-        self._check(
-            "logprobs",
-            self.logprobs is None
-            or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
-            f"an integer from 0 to {MAX_LOGPROBS}",
-        )
-        msgspec.structs.force_setattr(self, "stop", tuple(stop))
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(ids))
+        put = msgspec.structs.force_setattr
+        if isinstance(self.stop, str):
+            put(self, "stop", (self.stop,))
+        for name, good, allowed in _RULES:
+            value = getattr(self, name)
+            if not good(value):
+                raise RequestError(f"{name} must be {allowed}, not {value!r}", name)
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            put(self, name, tuple(getattr(self, name)))
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}",
+                "min_tokens",
+            )
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    def _check(self, name: str, good: bool, allowed: str) -> None:
-        if not good:
-            raise RequestError(f"{name} must be {allowed}, not {getattr(self, name)!r}", name)
+    @property
+    def shapes_logits(self) -> bool:
+        """Something other than temperature, top-k, top-p and min-p changes what is likely."""
+        return bool(self.penalises or self.logit_bias or self.bad_words or self.min_tokens)
+
+    @property
+    def needs_history(self) -> bool:
+        """What shapes the logits depends on the tokens before."""
+        return bool(self.penalises or self.bad_words)
+
+    @property
+    def penalises(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
 def _is_int(value: object) -> bool:
@@ -99,3 +106,75 @@ def _is_real(value: object) -> bool:
         return False
     # An int may be too large for isfinite, and is finite anyway.
     return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _whole(least: int, most: int) -> Callable[[Any], bool]:
+    return lambda value: _is_int(value) and least <= value <= most
+
+
+def _real(least: float, most: float) -> Callable[[Any], bool]:
+    return lambda value: _is_real(value) and least <= value <= most
+
+
+def _share(value: Any) -> bool:
+    return _is_real(value) and 0 < value <= 1
+
+
+def _strings(most: int) -> Callable[[Any], bool]:
+    return lambda value: (
+        isinstance(value, (list, tuple))
+        and len(value) <= most
+        and all(isinstance(one, str) and one for one in value)
+    )
+
+
+def _token_ids(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(_is_int(t) and 0 <= t <= MOST for t in value)
+
+
+def _biases(value: Any) -> bool:
+    bias = _real(-100, 100)
+    return (
+        isinstance(value, dict)
+        and len(value) <= MAX_LOGIT_BIASES
+        and all(_is_int(t) and 0 <= t <= MOST and bias(by) for t, by in value.items())
+    )
+
+
+def _or_none(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or good(value)
+
+
+_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("max_tokens", _whole(1, MOST), f"an integer from 1 to {MOST}"),
+    ("min_tokens", _whole(0, MOST), "an integer from 0 to max_tokens"),
+    ("temperature", _real(0, 100), "a number in [0, 100]"),
+    ("top_k", _whole(-1, MOST), f"an integer from 0 (all) to {MOST}"),
+    ("top_p", _share, "a number in (0, 1]"),
+    ("min_p", _real(0, 1), "a number in [0, 1]"),
+    ("seed", _or_none(_whole(-(2**63), 2**63 - 1)), "a 64-bit integer"),
+    ("presence_penalty", _real(-2, 2), "a number in [-2, 2]"),
+    ("frequency_penalty", _real(-2, 2), "a number in [-2, 2]"),
+    (
+        "repetition_penalty",
+        lambda value: _is_real(value) and 0 < value <= 100,
+        "a number in (0, 100]",
+    ),
+    (
+        "logit_bias",
+        _or_none(_biases),
+        f"at most {MAX_LOGIT_BIASES} token ids, each with a number in [-100, 100]",
+    ),
+    ("bad_words", _strings(MAX_BAD_WORDS), f"at most {MAX_BAD_WORDS} non-empty strings"),
+    ("stop", _strings(MAX_STOP_STRINGS), f"at most {MAX_STOP_STRINGS} non-empty strings"),
+    ("stop_token_ids", _token_ids, "a list of token ids"),
+    ("include_stop_str_in_output", _is_flag, "true or false"),
+    ("ignore_eos", _is_flag, "true or false"),
+    ("skip_special_tokens", _is_flag, "true or false"),
+    ("logprobs", _or_none(_whole(0, MAX_LOGPROBS)), f"an integer from 0 to {MAX_LOGPROBS}"),
+)
+"""Each parameter with what makes a value good, and how that is said."""

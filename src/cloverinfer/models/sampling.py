@@ -63,6 +63,7 @@ def _draw(logits_tc: torch.Tensor, params: list[Sampling], positions: list[int])
     scores = (logits_tc - logits_tc.amax(-1, keepdim=True)).double().div_(temperature[:, None])
     _keep_top_k(scores, params)
     weights = scores.exp_()
+    _keep_min_p(weights, params)
     _keep_top_p(weights, params)
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
@@ -87,6 +88,15 @@ def _keep_top_k(scores: torch.Tensor, params: list[Sampling]) -> None:
         some = scores[rows]
         least = some.topk(k, -1).values[:, -1:]
         scores[rows] = some.masked_fill_(some < least, -torch.inf)
+
+
+def _keep_min_p(weights: torch.Tensor, params: list[Sampling]) -> None:
+    """Drops what is below a share of the largest weight, which is 1, in place."""
+    rows = [row for row, p in enumerate(params) if p.min_p > 0]
+    if rows:
+        some = weights[rows]
+        least = torch.tensor([params[row].min_p for row in rows], dtype=some.dtype)
+        weights[rows] = some.masked_fill_(some < least.to(some.device)[:, None], 0.0)
 
 
 def _keep_top_p(weights: torch.Tensor, params: list[Sampling]) -> None:

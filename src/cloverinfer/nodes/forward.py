@@ -13,6 +13,7 @@ from ..core.logprobs import TokenLogprobs
 from ..models.base import Carry, DenseHalf
 from ..models.logprobs import token_logprobs
 from ..models.sampling import sample
+from ..models.shaping import shape
 from ..wire.messages import StepDone, StepPlan, StepStats
 from .gate import Gate, OpenGate
 from .rows import Batch
@@ -47,11 +48,32 @@ def last_stage(half: DenseHalf, batch: Batch, attn_out: torch.Tensor, carry: Car
 def sample_rows(batch: Batch, logits: torch.Tensor) -> Sampled:
     """Chooses a token for each sampling row and notes it as the row's next."""
     params = [row.sampling for row in batch.sampled]
-    tokens = [int(token) for token in sample(logits, params, batch.sample_positions)]
+    choice = sample(_shaped(batch, logits), params, batch.sample_positions)
+    tokens = [int(token) for token in choice]
     for row, token, position in zip(batch.sampled, tokens, batch.sample_positions, strict=True):
         del row.tokens[position - row.start :]  # a replayed step replaces what it had sampled
         row.tokens.append(token)
     return Sampled(tokens, _logprobs(batch, logits, tokens))
+
+
+def _shaped(batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    """The logits to choose from; those of rows that shape nothing, and ``logits``, stay."""
+    rows = [(i, row, row.shaper) for i, row in enumerate(batch.sampled) if row.shaper is not None]
+    if not rows:
+        return logits
+    index = [i for i, *_ in rows]
+    some = logits[index]
+    shape(
+        some,
+        [shaper for *_, shaper in rows],
+        [row.tokens for _, row, _ in rows],
+        [batch.sample_positions[i] for i in index],
+    )
+    if len(index) == len(batch.sampled):
+        return some
+    chosen_from = logits.clone()
+    chosen_from[index] = some
+    return chosen_from
 
 
 def _logprobs(batch: Batch, logits: torch.Tensor, tokens: list[int]) -> dict[int, TokenLogprobs]:

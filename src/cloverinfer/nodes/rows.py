@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from ..kvcache.layout import blocks_for
+from ..models.shaping import Shaper
 from ..wire.messages import AttentionJoin, Join, Push, Sampling, StepPlan
 
 
@@ -89,6 +90,7 @@ class Row:
     push: Push | None
     pushed: int = 0
     """Leading blocks that the receiver has or has been sent."""
+    shaper: Shaper | None = None
 
 
 @dataclass
@@ -149,6 +151,7 @@ class RowTable:
 
     def _join(self, join: Join) -> None:
         skip = join.push.skip if join.push else 0
+        shaping = join.sampling.shaping
         self._rows[join.request] = Row(
             join.request,
             join.incarnation,
@@ -158,6 +161,7 @@ class RowTable:
             join.home,
             join.push,
             skip,
+            None if shaping is None else Shaper(shaping, join.before, join.start),
         )
         if self._tables is not None:
             self._tables.join(join.request, join.blocks)

@@ -9,12 +9,10 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import random
 import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from ..config.cluster import ClusterConfig, ModelConfig
@@ -24,12 +22,9 @@ from ..core.errors import (
     EngineClosedError,
     RequestError,
     TransportError,
-    check_text,
 )
-from ..core.logprobs import TokenLogprobs
-from ..core.request import Request
 from ..core.sampling import SamplingParams
-from ..models import IncrementalDetokenizer, Tokenizer
+from ..models import Tokenizer
 from ..scheduler import Scheduler, StepRecord, TokenEvent
 from ..wire.messages import (
     AttentionDone,
@@ -40,57 +35,16 @@ from ..wire.messages import (
     encode,
 )
 from .cluster import Cluster
+from .intake import Intake
+from .live import Chunk, Live, Sink
 from .metrics import DenseStep, StatsLog, request_metrics
 from .reports import NodeReports
-from .text import TextStream
 
 log = logging.getLogger(__name__)
 SETTLE_SECONDS = 2.0
 """How long ``close`` waits for steps in flight."""
 IDLE_SECONDS = 0.5
 """How long the loop may sleep; deadlines and wake-ups make it shorter."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What is new of a request."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    """On the last chunk: ``stop``, ``length``, ``abort`` or ``error``."""
-    error: str | None = None
-    metrics: dict[str, Any] | None = None
-    """On the last chunk."""
-    logprobs: list[TokenLogprobs] | None = None
-    """One for each of ``token_ids``, where asked for."""
-
-
-Sink = Callable[["Chunk | CloverError"], None]
-"""Called by the engine's thread; an error is the last thing that comes."""
-
-
-@dataclass
-class _Live:
-    """A request under way, and what of it has not been handed out yet."""
-
-    request: Request
-    sink: Sink
-    stream: TextStream
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-    def take(self) -> dict[str, Any]:
-        """Fields of a chunk with all that has not been handed out."""
-        wanted = self.request.sampling.logprobs is not None
-        new = {
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "logprobs": self.logprobs if wanted else None,
-        }
-        self.text, self.token_ids, self.logprobs = "", [], []
-        return new
 
 
 class Engine:
@@ -116,11 +70,11 @@ class Engine:
         self._pid = os.getpid()
         self._stats = StatsLog()
         self._planned: dict[tuple[str, int, int], StepRecord] = {}
-        self._live: dict[int, _Live] = {}
-        self._touched: dict[int, _Live] = {}
+        self._live: dict[int, Live] = {}
+        self._touched: dict[int, Live] = {}
         self._by_id: dict[str, int] = {}
         self._numbers = itertools.count(1)
-        self._seeds = random.Random(model.seed)
+        self._seed = model.seed
         self.cluster = Cluster(model, cluster, progress)
         try:
             self._begin()
@@ -131,6 +85,10 @@ class Engine:
     def _begin(self) -> None:
         config = self.config
         self.max_model_len = self.cluster.max_model_len
+        info = self.cluster.infos[0]
+        self._intake = Intake(
+            self.cluster.tokenizer, info.vocab_size, info.eos_token_ids, self._seed
+        )
         self._reports = NodeReports(self.cluster.infos)
         self._scheduler = Scheduler(
             config.scheduler, config.cache, self.cluster.sched_nodes(), self.max_model_len
@@ -157,22 +115,12 @@ class Engine:
         if request_id is not None and not isinstance(request_id, str):
             raise RequestError(f"a request id is a string, not {request_id!r}", "request_id")
         token_ids = self.tokens(prompt)
-        if sampling.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, which this model lacks", "stop")
+        self._intake.check(sampling)
         self._check_open()
         number = next(self._numbers)
         name = request_id or f"request-{number}-{secrets.token_hex(4)}"
-        detokenizer = IncrementalDetokenizer(self.tokenizer) if self.tokenizer else None
-        request = Request(
-            number,
-            name,
-            token_ids,
-            sampling,
-            self.clock(),
-            seed=sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63),
-            eos_token_ids=frozenset(self.cluster.infos[0].eos_token_ids),
-        )
-        live = _Live(request, sink, TextStream(detokenizer, sampling.stop))
+        request = self._intake.request(number, name, token_ids, sampling, self.clock())
+        live = Live(request, sink, self._intake.text_stream(sampling))
         if not self._command(lambda now: self._admit(live, now)):
             self._check_open()
         return name
@@ -204,21 +152,7 @@ class Engine:
 
     def tokens(self, prompt: str | list[int]) -> list[int]:
         """A prompt as checked token ids; takes long for a long text, from any thread."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("this model has no tokenizer: pass token ids", "prompt")
-            check_text(prompt)
-            prompt = self.tokenizer.encode(prompt)
-        elif not isinstance(prompt, (list, tuple)):
-            kind = type(prompt).__name__
-            raise RequestError(f"a prompt is a string or a list of token ids, not {kind}", "prompt")
-        vocab = self.cluster.infos[0].vocab_size
-        if not prompt:
-            raise RequestError("the prompt is empty", "prompt")
-        bad = next((t for t in prompt if type(t) is not int or not 0 <= t < vocab), None)
-        if bad is not None:
-            raise RequestError(f"token id {bad!r} is not in [0, {vocab})", "prompt")
-        return list(prompt)  # the caller's list may change while the request lives
+        return self._intake.tokens(prompt)
 
     def _check_open(self) -> None:
         if self.failure is not None:
@@ -322,7 +256,7 @@ class Engine:
         if self._scheduler.dead_roles:
             self.failure = f"{name}: {reason}"
 
-    def _admit(self, live: _Live, now: float) -> None:
+    def _admit(self, live: Live, now: float) -> None:
         request = live.request
         try:
             self._check_open()
@@ -386,16 +320,11 @@ class Engine:
             self._stats.add_local_attention(now, record.batch, stats)
 
     def _on_token(self, event: TokenEvent, now: float) -> None:
-        live = self._live[event.request.number]
-        live.token_ids.append(event.token)
-        if event.logprobs is not None:
-            live.logprobs.append(event.logprobs)
-        self._touched[event.request.number] = live
-        if event.request.finish_reason == "stop":
-            return  # the token that ended it is not part of the text
-        live.text += live.stream.add([event.token])
+        number = event.request.number
+        live = self._touched[number] = self._live[number]
+        live.hear(event)
         if live.stream.stopped and not event.request.finished:
-            self._scheduler.finish(event.request.number, "stop", now)
+            self._scheduler.finish(number, "stop", now)
 
     def _deliver(self, now: float) -> None:
         """Hands out what is new of each request, and the last of those that ended."""
@@ -404,25 +333,15 @@ class Engine:
             live = self._live.pop(request.number)
             self._by_id.pop(request.request_id)
             self._touched.pop(request.number, None)
-            self._hand_out_last(live, now)
+            self._hand(live, live.last_chunk(request_metrics(request, now, self._stats)))
         for live in self._touched.values():
-            self._hand(live, Chunk(**live.take()))
+            self._hand(live, live.chunk())
         self._touched.clear()
         if ended:
             oldest = min((live.request.arrival for live in self._live.values()), default=now)
             self._stats.prune(oldest)
 
-    def _hand_out_last(self, live: _Live, now: float) -> None:
-        request = live.request
-        live.text += live.stream.flush()
-        reason = request.finish_reason
-        if reason == "length" and live.stream.stopped:
-            reason = "stop"  # the last token that was allowed completed a stop string
-        metrics = request_metrics(request, now, self._stats)
-        last = live.take()
-        self._hand(live, Chunk(finish_reason=reason, error=request.error, metrics=metrics, **last))
-
-    def _hand(self, live: _Live, item: Chunk | CloverError) -> None:
+    def _hand(self, live: Live, item: Chunk | CloverError) -> None:
         """The boundary where an error of whoever takes the chunks ends that request alone."""
         try:
             live.sink(item)

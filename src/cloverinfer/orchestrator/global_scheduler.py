@@ -11,7 +11,7 @@ import ray
 from ..config.cluster import ClusterConfig, ModelConfig
 from ..core.errors import CloverError, EngineClosedError, RequestError
 from ..core.sampling import SamplingParams
-from .engine import Chunk
+from .live import Chunk
 from .llm import AsyncLLM
 
 _FIELDS = set(SamplingParams.__struct_fields__)

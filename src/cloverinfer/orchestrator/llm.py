@@ -17,7 +17,8 @@ from ..core.errors import CloverError, ConfigError, RequestError
 from ..core.logprobs import TokenLogprobs
 from ..core.sampling import SamplingParams
 from ..models import Tokenizer
-from .engine import Chunk, Engine, Sink
+from .engine import Engine
+from .live import Chunk, Sink
 
 LONG_TEXT = 2000
 """Characters whose tokenization takes about as long as a detour through a thread."""
@@ -35,6 +36,8 @@ class Completion:
     metrics: dict[str, Any]
     logprobs: list[TokenLogprobs] | None = None
     """One for each of ``token_ids``, where asked for."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token that ended it; None for an end of sequence."""
 
 
 class AsyncLLM:
@@ -247,6 +250,7 @@ def _completion(chunks: Sequence[Chunk]) -> Completion:
         last.finish_reason,
         last.metrics,
         _joined([chunk.logprobs for chunk in chunks]),
+        last.stop_reason,
     )
 
 

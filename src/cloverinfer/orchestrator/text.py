@@ -17,17 +17,35 @@ class TextStream:
     Only a tail that could be the start of a stop string is held back.
     """
 
-    def __init__(self, detokenizer: Detokenizer | None, stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer | None,
+        stops: Sequence[str],
+        keep_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """``keep_stop``: a stop string is shown too. The text of the first ``min_tokens`` tokens is
+        not searched."""
         self._detokenizer = detokenizer
         self._stops = stops
+        self._keep_stop = keep_stop
+        self._unsearched = min_tokens
         self._held = ""
-        self.stopped = False
-        """A stop string was found; nothing more will be shown."""
+        self.stopped_by: str | None = None
+        """The stop string that was found; nothing more will be shown."""
+
+    @property
+    def stopped(self) -> bool:
+        return self.stopped_by is not None
 
     def add(self, token_ids: Sequence[int]) -> str:
         if self._detokenizer is None or self.stopped:
             return ""
-        return self._release(self._detokenizer.add(token_ids))
+        text = self._detokenizer.add(token_ids)
+        if self._unsearched > 0:
+            self._unsearched -= len(token_ids)
+            return text
+        return self._release(text)
 
     def flush(self) -> str:
         """What is left once no more tokens come."""
@@ -42,10 +60,11 @@ class TextStream:
         if not self._stops:
             return text
         text = self._held + text
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
+            at, self.stopped_by = min(found, key=lambda one: one[0])
+            self._held = ""
+            return text[: at + len(self.stopped_by) if self._keep_stop else at]
         keep = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

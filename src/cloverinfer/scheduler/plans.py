@@ -7,8 +7,8 @@ incarnation may join in the plan that takes the old one away.
 
 from __future__ import annotations
 
-from ..core.request import Request, RequestState
-from ..wire.messages import AttentionJoin, AttentionPlan, Join, Push, Sampling, StepPlan
+from ..core.request import RequestState
+from ..wire.messages import AttentionJoin, AttentionPlan, Join, Push, Sampling, Shaping, StepPlan
 from .records import DENSE_ROLES, StepRecord
 from .state import Flight, Lane, Node, Row, Seat, State
 
@@ -89,9 +89,10 @@ class PlanWriter:
             tokens=request.all_token_ids()[start:],
             start=start,
             blocks=node.pool.table(request.number) if node.pool is not None else [],
-            sampling=_sampling(request),
+            sampling=_sampling(seat),
             home=home.name if node.role == "dense" else "",
             push=_push(seat, home) if node.role == "prefill" else None,
+            before=request.all_token_ids()[:start] if request.sampling.needs_history else [],
         )
 
     def _plan_attention(self, lane: Lane, rows: list[Row]) -> None:
@@ -121,15 +122,31 @@ class PlanWriter:
         home.told[number] = held
 
 
-def _sampling(request: Request) -> Sampling:
+def _sampling(seat: Seat) -> Sampling:
     """What a node needs to know of how the request wants its tokens."""
-    given = request.sampling
+    request, given = seat.request, seat.request.sampling
     return Sampling(
         temperature=given.temperature,
         top_k=max(given.top_k, 0),
         top_p=given.top_p,
         seed=request.seed,
         logprobs=given.logprobs,
+        min_p=given.min_p,
+        shaping=_shaping(seat) if given.shapes_logits else None,
+    )
+
+
+def _shaping(seat: Seat) -> Shaping:
+    request, given = seat.request, seat.request.sampling
+    return Shaping(
+        num_prompt=request.num_prompt,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        repetition_penalty=given.repetition_penalty,
+        logit_bias=given.logit_bias or {},
+        bad_words=request.bad_words,
+        min_tokens=given.min_tokens,
+        stops=sorted(seat.stops) if given.min_tokens else [],
     )
 
 

@@ -15,6 +15,26 @@ from ..kvcache.layout import PoolLayout
 from ..transport.base import RegionRef
 
 
+class Shaping(msgspec.Struct, frozen=True, array_like=True):
+    """What changes a row's logits, for requests that ask for it; names as in ``SamplingParams``."""
+
+    num_prompt: int
+    """The request's tokens before this position are its prompt, those after it generated."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    bad_words: list[list[int]] = []
+    """As tokens."""
+    min_tokens: int = 0
+    stops: list[int] = []
+    """Tokens that may not be chosen before ``min_tokens``."""
+
+    @property
+    def penalises(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """What a node needs to choose a token."""
 
@@ -24,6 +44,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     logprobs: int | None = None
     """Likeliest tokens to report with each token; None: no log-probabilities."""
+    min_p: float = 0.0
+    shaping: Shaping | None = None
 
 
 class Push(msgspec.Struct, array_like=True):
@@ -55,6 +77,8 @@ class Join(msgspec.Struct, array_like=True):
     """Name of the attention node that holds its KV cache (pda dense nodes)."""
     push: Push | None = None
     """Set on prefill nodes."""
+    before: list[int] = []
+    """Token ids before position ``start``, where shaping the logits needs them."""
 
 
 class StepPlan(msgspec.Struct, array_like=True, tag="step"):

@@ -1,0 +1,92 @@
+"""A request under way as its client sees it: chunks of text and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+from ..core.errors import CloverError
+from ..core.logprobs import TokenLogprobs
+from ..core.request import Request
+from ..scheduler import TokenEvent
+from .text import TextStream
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What is new of a request."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    """On the last chunk: ``stop``, ``length``, ``abort`` or ``error``."""
+    error: str | None = None
+    metrics: dict[str, Any] | None = None
+    """On the last chunk."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of ``token_ids``, where asked for."""
+    stop_reason: int | str | None = None
+    """On the last chunk: the stop string or stop token that ended it; None for an end of
+    sequence."""
+
+
+Sink = Callable[[Union[Chunk, CloverError]], None]
+"""Called by the engine's thread; an error is the last thing that comes."""
+
+
+@dataclass
+class Live:
+    """A request and what of it has not been handed out yet."""
+
+    request: Request
+    sink: Sink
+    stream: TextStream
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def hear(self, event: TokenEvent) -> None:
+        """Takes the next token."""
+        self.token_ids.append(event.token)
+        if event.logprobs is not None:
+            self.logprobs.append(event.logprobs)
+        # The token that ended it is not part of the text, unless asked for.
+        keeps = self.request.sampling.include_stop_str_in_output
+        if self.request.finish_reason != "stop" or keeps:
+            self.text += self.stream.add([event.token])
+
+    def chunk(self) -> Chunk:
+        """All that has not been handed out."""
+        return Chunk(**self._take())
+
+    def last_chunk(self, metrics: dict[str, Any]) -> Chunk:
+        """The end of a request that is over."""
+        request = self.request
+        self.text += self.stream.flush()
+        reason = request.finish_reason
+        if reason == "length" and self.stream.stopped:
+            reason = "stop"  # the last token that was allowed completed a stop string
+        return Chunk(
+            **self._take(),
+            finish_reason=reason,
+            error=request.error,
+            metrics=metrics,
+            stop_reason=self._stop_reason() if reason == "stop" else None,
+        )
+
+    def _take(self) -> dict[str, Any]:
+        wanted = self.request.sampling.logprobs is not None
+        new = {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "logprobs": self.logprobs if wanted else None,
+        }
+        self.text, self.token_ids, self.logprobs = "", [], []
+        return new
+
+    def _stop_reason(self) -> int | str | None:
+        if self.stream.stopped:
+            return self.stream.stopped_by
+        token = self.request.output_token_ids[-1]
+        return token if token in self.request.sampling.stop_token_ids else None
