@@ -24,9 +24,9 @@ def receiver():
 
 
 def events(request=7, incarnation=1, chunks=((0, 2), (2, 1))):
-    for first, count in chunks:
-        yield KVChunk(5, request, incarnation, first, count)
-        yield from (KVNotice(5, layer) for layer in range(LAYERS))
+    for number, (first, count) in enumerate(chunks):
+        yield KVChunk(5, request, incarnation, number, first, count)
+        yield from (KVNotice(5, number, layer) for layer in range(LAYERS))
 
 
 def take_all(receiver, stream, source="prefill-0"):
@@ -83,7 +83,7 @@ def test_foreign_and_late_data_is_dropped(receiver):
 
 def test_a_chunk_out_of_order_is_an_error(receiver):
     receiver.expect(EXPECT)
-    take_all(receiver, [KVChunk(5, 7, 1, 1, 2)])
+    take_all(receiver, [KVChunk(5, 7, 1, 0, 1, 2)])
     (done,) = receiver.reports
     assert "does not follow" in done.error
 
@@ -100,10 +100,10 @@ def test_any_interleaving_of_layers_within_a_chunk_is_fine():
         receiver.expect(EXPECT)
         rng = random.Random(order[0])
         early = rng.random() < 0.5
-        chunks = [KVChunk(5, 7, 1, 0, 2), KVChunk(5, 7, 1, 2, 1)]
+        chunks = [KVChunk(5, 7, 1, 0, 0, 2), KVChunk(5, 7, 1, 1, 2, 1)]
         take_all(receiver, chunks if early else chunks[:1])
-        take_all(receiver, [KVNotice(5, layer) for layer in order])
+        take_all(receiver, [KVNotice(5, 0, layer) for layer in order])
         take_all(receiver, [] if early else chunks[1:])
         assert reports == []
-        take_all(receiver, [KVNotice(5, layer) for layer in reversed(order)])
+        take_all(receiver, [KVNotice(5, 1, layer) for layer in reversed(order)])
         assert len(reports) == 1

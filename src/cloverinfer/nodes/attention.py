@@ -189,8 +189,7 @@ class AttentionNode(Node):
             ticket = self.endpoint.put(
                 source.ranges[plan.lane], step.index, pack_hop(plan.lane, plan.step, layer)
             )
-            if ticket.error is not None:
-                raise ticket.error
+            self.watch(ticket, lambda problem: self._fail(plan, problem))
         except Exception as problem:
             log.exception("%s: attention of layer %d failed", self.config.name, layer)
             self._steps.pop(key, None)

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -14,7 +15,7 @@ import torch
 from ..core.errors import CloverError, ConfigError, PeerGoneError, TransportError, describe
 from ..kvcache.layout import CANONICAL_LAYOUT, PoolLayout, blocks_for, blocks_in_budget
 from ..models import ResolvedModel, kv_specs
-from ..transport import Endpoint, Events, Peer, RegionRef
+from ..transport import Endpoint, Events, Peer, RegionRef, Ticket
 from ..wire.messages import (
     Meet,
     Message,
@@ -60,6 +61,7 @@ class Node(ABC):
         self._links: dict[str, Peer] = {}
         self._names: dict[str, str] = {}
         self._scheduler: Peer | None = None
+        self._watched: dict[Ticket, Callable[[Exception], None]] = {}
         self._stopped = threading.Event()
 
     # -- what others must know of this node
@@ -173,6 +175,17 @@ class Node(ABC):
             self._handle(peer, data)
         for peer, notice in events.notices:
             self.on_notice(peer, notice)
+        for ticket in events.tickets:
+            on_error = self._watched.pop(ticket, None)
+            if on_error is not None and ticket.error is not None:
+                on_error(ticket.error)
+
+    def watch(self, ticket: Ticket, on_error: Callable[[Exception], None]) -> None:
+        """Calls ``on_error``, now or from the loop, where the put fails."""
+        if not ticket.done:
+            self._watched[ticket] = on_error
+        elif ticket.error is not None:
+            on_error(ticket.error)
 
     def stop(self) -> None:
         """From any thread: the loop ends at its next turn."""
@@ -183,6 +196,8 @@ class Node(ABC):
         self.endpoint.close()
 
     def _handle(self, peer: Peer, data: bytes) -> None:
+        if not data:
+            return  # a wake-up
         try:
             message = decode(data)
         except (msgspec.ValidationError, msgspec.DecodeError) as problem:
@@ -217,11 +232,19 @@ class Node(ABC):
 
     def report_failure(self, plan: StepPlan, problem: Exception) -> None:
         """A step of this node ends here with its error."""
-        known = isinstance(problem, PeerGoneError)  # no fault of this node
+        if isinstance(problem, PeerGoneError):
+            self.report_lost(plan, [problem])
+            return
         name = self.config.name
-        log.error("%s: step %d failed: %s", name, plan.step, problem, exc_info=not known)
-        gone = [problem.peer] if isinstance(problem, PeerGoneError) else []
-        self.report(StepFailed(name, plan.lane, plan.step, describe(problem), gone))
+        log.error("%s: step %d failed: %s", name, plan.step, problem, exc_info=problem)
+        self.report(StepFailed(name, plan.lane, plan.step, describe(problem), []))
+
+    def report_lost(self, plan: StepPlan, lost: Sequence[PeerGoneError]) -> None:
+        """A step ends here since peers are gone, which is no fault of this node."""
+        name, error = self.config.name, "; ".join(describe(problem) for problem in lost)
+        log.error("%s: step %d failed: %s", name, plan.step, error)
+        gone = [problem.peer for problem in lost]
+        self.report(StepFailed(name, plan.lane, plan.step, error, gone))
 
     # -- shared by nodes with a pool
 

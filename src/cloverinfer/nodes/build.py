@@ -12,7 +12,8 @@ from .base import Node
 from .config import NodeConfig
 from .dense import DecodeDenseNode
 from .gate import Gate, OpenGate
-from .local import ColocatedNode, DecodeNode, PrefillNode
+from .local import ColocatedNode, DecodeNode
+from .prefill import PrefillNode
 
 _CLASSES: dict[str, Callable[..., Node]] = {
     roles.PREFILL: PrefillNode,

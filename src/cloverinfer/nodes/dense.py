@@ -231,8 +231,13 @@ class DecodeDenseNode(Node):
             segment.index,
             pack_hop(plan.lane, plan.step, lane.layer),
         )
-        if ticket.error is not None:
-            raise ticket.error
+        layer = lane.layer
+
+        def on_error(problem: Exception) -> None:
+            if lane.layer == layer and segment.home in lane.waiting:
+                self._lost(lane, segment.home, str(problem))
+
+        self.watch(ticket, on_error)
         stats.attention_calls += 1
         stats.bytes_out += segment.count * self._out.row_bytes
 

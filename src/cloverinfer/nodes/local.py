@@ -1,11 +1,10 @@
-"""Nodes that attend over a pool of their own: prefill, colocated, and decode (topology pd)."""
+"""Nodes that attend over a pool of their own: colocated, decode (topology pd), and what prefill
+nodes are built on."""
 
 from __future__ import annotations
 
 import logging
 import time
-
-import numpy as np
 
 from ..attention import AttentionBackend, create_backend
 from ..kvcache.layout import PoolLayout
@@ -14,11 +13,11 @@ from ..transport import Endpoint, Peer, Region, RegionRef
 from ..wire.messages import Message, StepPlan, StepStats
 from ..wire.notices import KVNotice, unpack
 from .base import Node
-from .config import PREFILL, NodeConfig
+from .config import NodeConfig
 from .forward import LocalForward, Sampled, step_done
 from .gate import Gate, OpenGate
 from .rows import Batch, RowTable
-from .transfers import KVPusher, PushJob, TransferReceiver, plan_push
+from .transfers import TransferReceiver
 
 log = logging.getLogger(__name__)
 
@@ -114,54 +113,3 @@ class DecodeNode(LocalNode):
     def on_message(self, peer: Peer, message: Message) -> None:
         if not self.transfers.handle(self.name_of(peer), message):
             super().on_message(peer, message)
-
-
-class PrefillNode(LocalNode):
-    """Runs prompts and puts each layer's blocks into the receivers' pools as the layer ends."""
-
-    def __init__(
-        self, config: NodeConfig, model: ResolvedModel, endpoint: Endpoint, gate: Gate | OpenGate
-    ) -> None:
-        super().__init__(config, model, endpoint, gate)
-        self._pushers: dict[str, KVPusher] = {}
-
-    def on_meet(self) -> None:
-        for name, peer in self.peers.items():
-            if peer.layout is not None and peer.role != PREFILL:
-                self._pushers[name] = KVPusher(
-                    self.endpoint, self.link(name), peer, self.pool, self.layout
-                )
-
-    def run_batch(self, batch: Batch, stats: StepStats) -> Sampled:
-        jobs = self._plan_pushes(batch)
-        for job in jobs:
-            job.pusher.announce(job.chunk)
-
-        def push_layer(layer: int) -> None:
-            started = time.perf_counter()
-            for job in jobs:
-                stats.bytes_out += job.pusher.put_layer(job.transfer, layer, job.index)
-            stats.push += time.perf_counter() - started
-
-        sampled = self.forward.run(batch, stats, push_layer)
-        self.gate.rest()
-        return sampled
-
-    def _plan_pushes(self, batch: Batch) -> list[PushJob]:
-        sampling = {row.request for row in batch.sampled}
-        jobs = []
-        for row, end in zip(batch.rows, batch.lengths_r.tolist(), strict=True):
-            if row.push is None:
-                continue
-            blocks: np.ndarray = self.rows.blocks(row.request)
-            job = plan_push(
-                row,
-                blocks,
-                end,
-                row.request in sampling,
-                self.config.cache.block_size,
-                self._pushers[row.push.node],
-            )
-            if job is not None:
-                jobs.append(job)
-        return jobs

@@ -91,6 +91,8 @@ class Row:
     pushed: int = 0
     """Leading blocks that the receiver has or has been sent."""
     shaper: Shaper | None = None
+    chunks: int = 0
+    """Chunks that it has been sent."""
 
 
 @dataclass

@@ -1,7 +1,8 @@
-"""Both ends of a KV transfer: the prefill node's puts, and the receiver's proof that all arrived.
+"""The receiving end of a KV transfer: the proof that all of it arrived.
 
-A transfer is promised by the scheduler (``ExpectTransfer``), announced chunk by chunk by the
-prefill node (``KVChunk``) and proven by notices: one per layer and chunk. Only when every layer
+It sees announcements and notices; who puts the blocks (``pushes``) and where they go is not its
+business. A transfer is promised by the scheduler (``ExpectTransfer``), announced chunk by chunk by
+the prefill node (``KVChunk``) and proven by notices: one per layer and chunk. Only when every layer
 has had every promised block once is it whole; anything else never makes a request decodable.
 """
 
@@ -12,101 +13,19 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from ..core.errors import PeerGoneError, TransportError
 from ..kvcache.layout import PoolLayout
-from ..transport.base import Endpoint, Peer, Ranges, Region, RegionRef, Slices
 from ..wire.messages import (
     CancelTransfer,
     ExpectTransfer,
     KVChunk,
     Message,
-    PeerInfo,
     TransferDone,
-    encode,
 )
-from ..wire.notices import KVNotice, pack_kv
-from .rows import Row
+from ..wire.notices import CHUNK_MASK, KVNotice
 
 log = logging.getLogger(__name__)
 MAX_EARLY = 4096
 """Transfers whose data may come before their promise; beyond it the oldest is forgotten."""
-
-
-def layer_slices(region: Region | RegionRef, layout: PoolLayout, layer: int) -> Slices:
-    """Every block of one layer as a slice."""
-    length = layout.layer_block_bytes(layer)
-    offsets = layout.layer_offsets[layer] + np.arange(layout.num_blocks, dtype=np.int64) * length
-    return Slices(region, offsets, length)
-
-
-class KVPusher:
-    """Puts blocks of the local pool into one receiver's pool."""
-
-    def __init__(
-        self, endpoint: Endpoint, link: Peer, info: PeerInfo, pool: Region, layout: PoolLayout
-    ) -> None:
-        assert info.layout is not None, f"{info.name} has no pool"
-        theirs = info.layout
-        self._endpoint = endpoint
-        self._link = link
-        self._name = info.name
-        self._layout = layout
-        self._ranges: list[Ranges] = [
-            endpoint.prepare(
-                link, layer_slices(pool, layout, i), layer_slices(info.regions["kv"], theirs, i)
-            )
-            for i in range(layout.num_layers)
-        ]
-
-    def announce(self, chunk: KVChunk) -> None:
-        try:
-            self._endpoint.send(self._link, encode(chunk))
-        except TransportError as problem:
-            raise PeerGoneError(self._name, str(problem)) from problem
-
-    def put_layer(self, transfer: int, layer: int, index: np.ndarray) -> int:
-        """Puts the blocks of ``index`` (local, remote); returns the bytes sent."""
-        try:
-            ticket = self._endpoint.put(self._ranges[layer], index, pack_kv(transfer, layer))
-        except TransportError as problem:
-            raise PeerGoneError(self._name, str(problem)) from problem
-        if ticket.error is not None:
-            raise PeerGoneError(self._name, str(ticket.error)) from ticket.error
-        # Transports whose puts finish later must not let the pool be reused before they have:
-        # the prefill node waits for its tickets before it reports the step.
-        assert ticket.done, "asynchronous puts need a wait before StepDone"
-        return len(index) * self._layout.layer_block_bytes(layer)
-
-
-@dataclass
-class PushJob:
-    """The blocks of one row that this step's chunk completes."""
-
-    pusher: KVPusher
-    transfer: int
-    chunk: KVChunk
-    index: np.ndarray
-
-
-def plan_push(
-    row: Row, blocks: np.ndarray, end: int, final: bool, block_size: int, pusher: KVPusher
-) -> PushJob | None:
-    """What to send once positions up to ``end`` are computed: whole blocks, and at the end of the
-    prompt the last partial one too. Marks them as pushed."""
-    push = row.push
-    assert push is not None
-    until = len(push.blocks) if final else end // block_size
-    first = row.pushed
-    if until <= first:
-        return None
-    row.pushed = until
-    index = np.empty((until - first, 2), np.int32)
-    index[:, 0] = blocks[first:until]
-    index[:, 1] = push.blocks[first:until]
-    chunk = KVChunk(push.transfer, row.request, row.incarnation, first - push.skip, until - first)
-    return PushJob(pusher, push.transfer, chunk, index)
 
 
 @dataclass
@@ -120,6 +39,13 @@ class _Transfer:
     @property
     def announced(self) -> int:
         return sum(self.chunks)
+
+    def expects(self, notice: KVNotice) -> bool:
+        """It is the next of its layer's notices, and its chunk has been announced."""
+        if notice.layer >= len(self.arrived):
+            return False
+        chunk = self.arrived[notice.layer]
+        return chunk < len(self.chunks) and chunk & CHUNK_MASK == notice.chunk
 
     def whole(self) -> bool:
         done = len(self.chunks)
@@ -183,19 +109,20 @@ class TransferReceiver:
             self.dropped += 1
         elif isinstance(event, KVChunk):
             self._take_chunk(transfer, event)
-        elif event.layer >= len(transfer.arrived) or transfer.arrived[event.layer] == len(
-            transfer.chunks
-        ):
-            self.dropped += 1  # a layer of no announced chunk: foreign or doubled
-        else:
+        elif transfer.expects(event):
             transfer.arrived[event.layer] += 1
+        else:
+            self.dropped += 1  # a layer of no announced chunk: foreign or doubled
 
     def _take_chunk(self, transfer: _Transfer, chunk: KVChunk) -> None:
         expect = transfer.expect
         if (chunk.request, chunk.incarnation) != (expect.request, expect.incarnation):
             self.dropped += 1
             return
-        in_order = chunk.first == transfer.announced
+        if chunk.number < len(transfer.chunks):
+            self.dropped += 1  # doubled
+            return
+        in_order = chunk.number == len(transfer.chunks) and chunk.first == transfer.announced
         if not in_order or chunk.count < 1 or chunk.first + chunk.count > len(expect.blocks):
             error = (
                 f"chunk of blocks {chunk.first}..{chunk.first + chunk.count} does not follow "

@@ -37,6 +37,7 @@ class NodeReports:
                 "sample_seconds": 0.0,
                 "barrier_seconds": 0.0,
                 "push_seconds": 0.0,
+                "push_wait_seconds": 0.0,
             }
 
     def rows(self) -> list[dict[str, Any]]:
@@ -59,6 +60,7 @@ class NodeReports:
             sample_seconds=stats.sample,
             barrier_seconds=stats.barrier,
             push_seconds=stats.push,
+            push_wait_seconds=stats.push_wait,
         )
 
     def attention(self, done: AttentionDone) -> None:

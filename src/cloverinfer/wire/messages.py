@@ -148,6 +148,8 @@ class KVChunk(msgspec.Struct, array_like=True, tag="chunk"):
     transfer: int
     request: int
     incarnation: int
+    number: int
+    """Counts the chunks of a transfer from 0 on."""
     first: int
     """Index of the chunk's first block among the promised blocks."""
     count: int
@@ -183,7 +185,9 @@ class StepStats(msgspec.Struct, array_like=True):
     barriers: int = 0
     """Times it waited for them."""
     push: float = 0.0
-    """Putting KV blocks into receivers' pools."""
+    """Putting KV blocks into receivers' pools, while layers are computed or after."""
+    push_wait: float = 0.0
+    """From the end of computing to the end of the last put: what was not hidden."""
     bytes_in: int = 0
     bytes_out: int = 0
 

@@ -1,0 +1,206 @@
+"""The sending end of a KV transfer: each layer's blocks put as the layer ends.
+
+A prefill node computes in one thread and puts in another, the ``Sender``; the puts of one step are
+its ``StepPushes``. Only when all of them have ended does the node report the step, since the
+scheduler then gives the blocks at both ends to others. What arrives, and whether it is whole, is
+the receiver's business (``transfers``).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..core.errors import PeerGoneError, TransportError
+from ..kvcache.layout import PoolLayout
+from ..transport.base import Endpoint, Peer, Ranges, Region, RegionRef, Slices, Ticket
+from ..wire.messages import KVChunk, PeerInfo, encode
+from ..wire.notices import pack_kv
+from .rows import Row
+
+log = logging.getLogger(__name__)
+IDLE_SECONDS = 60.0
+"""How long the sender sleeps at a time while there is nothing to put."""
+STOP_SECONDS = 5.0
+"""How long closing waits for the put under way."""
+
+
+def layer_slices(region: Region | RegionRef, layout: PoolLayout, layer: int) -> Slices:
+    """Every block of one layer as a slice."""
+    length = layout.layer_block_bytes(layer)
+    offsets = layout.layer_offsets[layer] + np.arange(layout.num_blocks, dtype=np.int64) * length
+    return Slices(region, offsets, length)
+
+
+@dataclass
+class PushJob:
+    """The blocks of one row that this step's chunk completes."""
+
+    pusher: KVPusher
+    chunk: KVChunk
+    index: np.ndarray
+    """int32 ``[count, 2]``: (local block, receiver's block)."""
+    error: PeerGoneError | None = None
+    """Why it could not be put; nothing more of it is."""
+
+
+class KVPusher:
+    """Puts blocks of the local pool into one receiver's pool."""
+
+    def __init__(
+        self, endpoint: Endpoint, link: Peer, info: PeerInfo, pool: Region, layout: PoolLayout
+    ) -> None:
+        assert info.layout is not None, f"{info.name} has no pool"
+        theirs = info.layout
+        self.name = info.name
+        self._endpoint = endpoint
+        self._link = link
+        self._layout = layout
+        self._ranges: list[Ranges] = [
+            endpoint.prepare(
+                link, layer_slices(pool, layout, i), layer_slices(info.regions["kv"], theirs, i)
+            )
+            for i in range(layout.num_layers)
+        ]
+
+    def announce(self, job: PushJob) -> None:
+        """Tells the receiver what the next notices stand for."""
+        self._endpoint.send(self._link, encode(job.chunk))
+
+    def put_layer(self, job: PushJob, layer: int) -> tuple[Ticket, int]:
+        """Begins to put the job's blocks of one layer: the ticket, and the bytes it sends."""
+        notice = pack_kv(job.chunk.transfer, job.chunk.number, layer)
+        ticket = self._endpoint.put(self._ranges[layer], job.index, notice)
+        return ticket, len(job.index) * self._layout.layer_block_bytes(layer)
+
+
+def plan_push(
+    row: Row, blocks: np.ndarray, end: int, final: bool, block_size: int, pusher: KVPusher
+) -> PushJob | None:
+    """What to send once positions up to ``end`` are computed: whole blocks, and at the end of the
+    prompt the last partial one too. Marks them as pushed."""
+    push = row.push
+    assert push is not None
+    until = len(push.blocks) if final else end // block_size
+    first = row.pushed
+    if until <= first:
+        return None
+    row.pushed = until
+    index = np.empty((until - first, 2), np.int32)
+    index[:, 0] = blocks[first:until]
+    index[:, 1] = push.blocks[first:until]
+    chunk = KVChunk(
+        push.transfer,
+        row.request,
+        row.incarnation,
+        row.chunks,
+        first - push.skip,
+        until - first,
+    )
+    row.chunks += 1
+    return PushJob(pusher, chunk, index)
+
+
+@dataclass
+class StepPushes:
+    """All puts of one step. The sender makes them; the node looks at ``ended`` and what follows."""
+
+    jobs: Sequence[PushJob]
+    nbytes: int = 0
+    seconds: float = 0.0
+    """Time that making the puts took the sender."""
+    problem: Exception | None = None
+    """A mistake of ours, which ends the step."""
+    _made: bool = False
+    _tickets: list[tuple[PushJob, Ticket]] = field(default_factory=list)
+
+    def announce(self) -> None:
+        for job in self.jobs:
+            self._attempt(job, lambda job=job: job.pusher.announce(job))
+
+    def put_layer(self, layer: int) -> None:
+        for job in self.jobs:
+            self._attempt(job, lambda job=job: self._put(job, layer))
+
+    def seal(self) -> None:
+        """No put will be added."""
+        self._made = True
+
+    @property
+    def ended(self) -> bool:
+        """Every put has been made and has ended, well or not: its memory is free at both ends."""
+        return self._made and all(ticket.done for _, ticket in self._tickets)
+
+    def failures(self) -> list[PeerGoneError]:
+        """Once ended: one error for each receiver that could not be reached."""
+        assert self.ended
+        for job, ticket in self._tickets:
+            if job.error is None and ticket.error is not None:
+                job.error = PeerGoneError(job.pusher.name, str(ticket.error))
+        errors = {job.pusher.name: job.error for job in self.jobs if job.error is not None}
+        return list(errors.values())
+
+    def _put(self, job: PushJob, layer: int) -> None:
+        ticket, nbytes = job.pusher.put_layer(job, layer)
+        self._tickets.append((job, ticket))
+        self.nbytes += nbytes
+
+    def _attempt(self, job: PushJob, act: Callable[[], None]) -> None:
+        """A receiver that is gone ends its own jobs alone; a mistake of ours ends the step."""
+        if job.error is not None or self.problem is not None:
+            return
+        started = time.perf_counter()
+        try:
+            act()
+        except TransportError as problem:
+            job.error = PeerGoneError(job.pusher.name, str(problem))
+        except Exception as problem:  # the sender serves other steps: the error goes to this one
+            self.problem = problem
+        self.seconds += time.perf_counter() - started
+
+
+class Sender:
+    """A thread that makes puts in the order in which they are asked for."""
+
+    def __init__(self, name: str, wake: Callable[[], None]) -> None:
+        """``wake`` is called from the thread each time a step's last put has been made."""
+        self._wake = wake
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"{name}-sender", daemon=True)
+        self._thread.start()
+
+    def begin(self, pushes: StepPushes) -> None:
+        self._work.put(pushes.announce)
+
+    def layer(self, pushes: StepPushes, layer: int) -> None:
+        self._work.put(lambda: pushes.put_layer(layer))
+
+    def finish(self, pushes: StepPushes) -> None:
+        self._work.put(lambda: self._finish(pushes))
+
+    def close(self) -> None:
+        """Ends the thread once the put under way has ended; what was not begun is dropped."""
+        self._work.put(None)
+        self._thread.join(STOP_SECONDS)
+        if self._thread.is_alive():
+            log.warning("%s did not end within %g s", self._thread.name, STOP_SECONDS)
+
+    def _finish(self, pushes: StepPushes) -> None:
+        pushes.seal()
+        self._wake()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                work = self._work.get(timeout=IDLE_SECONDS)
+            except queue.Empty:
+                continue
+            if work is None:
+                return
+            work()
