@@ -20,6 +20,7 @@ from hypothesis import settings
 
 from cloverinfer.config.load import SECTIONS
 from cloverinfer.core.errors import EngineClosedError, RequestError
+from cloverinfer.core.logprobs import TokenLogprobs
 
 SETTINGS = tuple(f"CLOVER_{section.upper()}_" for section in SECTIONS)
 
@@ -46,6 +47,8 @@ class FakeChunk:
     finish_reason: str | None = None
     error: str | None = None
     metrics: dict[str, Any] | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class FakeTokenizer:
@@ -56,18 +59,41 @@ class FakeTokenizer:
 
     def __init__(self) -> None:
         self.words: list[str] = []
+        self.template: str | None = None
+        self.variables: dict[str, Any] = {}
+        self.messages: list[dict[str, Any]] = []
+        self.ends = False
+        """Whether a chat's prompt shows how it ends."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         for word in text.split():
             if word not in self.words:
                 self.words.append(word)
         return [self.words.index(word) for word in text.split()]
 
-    def decode(self, token_ids: list[int]) -> str:
-        return " ".join(self.words[i] for i in token_ids)
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return " ".join(self.words[i] for i in token_ids if i < len(self.words))
 
-    def chat_token_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        return self.encode(" ".join(f"{one['role']}: {one['content']}" for one in messages))
+    def id_to_token(self, token_id: int) -> str | None:
+        return self.words[token_id] if token_id < len(self.words) else None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """That of an answer's token; number 3 is no whole character."""
+        return b"\xf0\x9f" if token_id == 3 else f"w{token_id} ".encode()
+
+    def chat_token_ids(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final: bool = False,
+        template: str | None = None,
+        variables: dict[str, Any] | None = None,
+    ) -> list[int]:
+        self.template, self.variables = template, variables or {}
+        self.messages = messages
+        text = " ".join(f"{one['role']}: {one['content']}" for one in messages)
+        end = "" if continue_final else " assistant:" if add_generation_prompt else " end"
+        return self.encode(text + (end if self.ends else ""))
 
 
 class FakeEngine:
@@ -82,6 +108,9 @@ class FakeEngine:
         self.failure: str | None = None
         self.refusal: Exception | None = None
         self.delay = 0.0
+        self.pieces: list[str] | None = None
+        """What it answers, where that is not `w0 w1 w2 ...`."""
+        self.alive = {"dense": True}
         self.fail_at: int | None = None
         self.raise_at: int | None = None
         self.asked: list[tuple[Any, Any]] = []
@@ -91,7 +120,9 @@ class FakeEngine:
             progress("nodes are ready")
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"name": "dense-0", "role": "dense", "pid": 1, "tokens": 3, "bytes_in": 3 * 2**19}]
+        row = {"pid": 1, "tokens": 3, "bytes_in": 3 * 2**19}
+        roles = self.alive.items()
+        return [{"name": f"{role}-0", "role": role, "alive": one, **row} for role, one in roles]
 
     def close(self) -> None:
         self.closed += 1
@@ -133,7 +164,7 @@ class FakeEngine:
         length = self._length(prompt)
         if length >= self.max_model_len:
             raise RequestError(f"{length} tokens where {self.max_model_len} fit", "prompt")
-        return sampling.max_tokens
+        return len(self.pieces) if self.pieces is not None else sampling.max_tokens
 
     def _length(self, prompt: Any) -> int:
         return len(prompt.split() if isinstance(prompt, str) else prompt)
@@ -145,7 +176,10 @@ class FakeEngine:
             return FakeChunk("", [], "error", "a node died")
         last = i == total - 1
         metrics = {"prompt_tokens": self._length(prompt), "ttft": 0.5, "stages": {"queue": 0.25}}
-        return FakeChunk(f"w{i} ", [i], "length" if last else None, None, metrics if last else None)
+        text = f"w{i} " if self.pieces is None else self.pieces[i]
+        reason = None if not last else "length" if self.pieces is None else "stop"
+        scores = [TokenLogprobs(i, -0.5, 1, [i, i + 1], [-0.5, -1.5])]
+        return FakeChunk(text, [i], reason, None, metrics if last else None, scores)
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def test_flags_reach_the_engine(engines: list[Any], tmp_path: Path) -> None:
     path.write_text("cache: {block_size: 8, num_blocks: 9}\ncluster: {executor: process}")
     flags = [
         "--config", str(path), "--block-size", "16", "--prefill", "2", "--dense", "3",
-        "--attention", "4", "--dtype", "float32", "--model", "x", "--no-chunked-prefill",
+        "--attention", "4", "--dtype", "float32", "--model", "x", "--no-enable-chunked-prefill",
         "--stop", "u", "--stop", "v", "--seed", "5", "--top-p", "0.5", "--ignore-eos", "--chat",
     ]  # fmt: skip
     assert cli.main(["generate", "hi", "--quiet", *flags]) == 0

@@ -36,7 +36,7 @@ def test_sections_land_where_they_belong(tmp_path: Path) -> None:
     assert (config.cluster.executor, config.cluster.num_attention_nodes) == ("local", 2)
     assert (config.cluster.cache.block_size, config.cluster.cache.memory_gib) == (16, 2)
     assert config.cluster.scheduler.num_wavefronts == 2
-    assert (config.server.port, config.server.served_model_name) == (0, "m")
+    assert (config.server.port, config.server.served_model_name) == (0, ("m",))
 
 
 def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:

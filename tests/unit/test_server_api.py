@@ -10,13 +10,15 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
+from cloverinfer.config import ServerConfig
 from cloverinfer.core.errors import CloverError, EngineClosedError, QueueFullError
 from cloverinfer.server.app import build_app
+from cloverinfer.server.catalog import Catalog
 
 
 @pytest.fixture
 def client(engine: Any) -> Iterator[TestClient]:
-    with TestClient(build_app(engine, "m")) as client:
+    with TestClient(build_app(Catalog.single(engine, "m"))) as client:
         yield client
 
 
@@ -43,13 +45,21 @@ def refused(response: httpx.Response, status: int, param: str | None, part: str)
     assert set(error) == {"message", "type", "param", "code"}
 
 
+def usage(prompt: int, completion: int) -> dict[str, Any]:
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion}
+    return counts | {
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
 def test_a_completion_is_whole(client: TestClient, engine: Any) -> None:
     body = complete(client, max_tokens=3, stop=["x"], seed=7, top_k=4, ignore_eos=True).json()
     assert body["object"] == "text_completion"
     assert body["model"] == "m"
     choice = {"index": 0, "text": "w0 w1 w2 ", "logprobs": None, "finish_reason": "length"}
     assert body["choices"] == [choice]
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert body["usage"] == usage(3, 3)
     sampling = engine.asked[0][1]
     assert (sampling.stop, sampling.seed, sampling.top_k) == (("x",), 7, 4)
     assert sampling.ignore_eos
@@ -77,7 +87,10 @@ def test_defaults_of_the_specification(client: TestClient, engine: Any) -> None:
 )
 def test_prompts_in_every_form(client: TestClient, engine: Any, prompt: Any, asked: Any) -> None:
     body = complete(client, prompt=prompt, max_tokens=2).json()
-    assert [one for one, _ in engine.asked] == asked
+    words = engine.tokenizer.encode
+    assert [one for one, _ in engine.asked] == [
+        words(one) if isinstance(one, str) else one for one in asked
+    ]
     assert [choice["index"] for choice in body["choices"]] == list(range(len(asked)))
     assert body["usage"]["completion_tokens"] == 2 * len(asked)
 
@@ -108,9 +121,9 @@ def test_a_chat_streams(client: TestClient) -> None:
     options = {"include_usage": True}
     parts = events(chat(client, max_tokens=2, stream=True, stream_options=options))
     assert parts[-1] == "[DONE]"
-    usage = parts[-2]
-    assert usage["choices"] == []
-    assert usage["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    last = parts[-2]
+    assert last["choices"] == []
+    assert last["usage"] == usage(3, 2)
     deltas = [part["choices"][0] for part in parts[:-2]]
     assert deltas[0]["delta"] == {"role": "assistant", "content": ""}
     assert [one["delta"].get("content") for one in deltas[1:]] == ["w0 ", "w1 "]
@@ -132,8 +145,8 @@ def test_several_prompts_stream_under_their_indices(client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2), ("best_of", 3), ("logprobs", 1), ("logit_bias", {"1": 5}), ("suffix", "x"),
-        ("presence_penalty", 0.5), ("frequency_penalty", -1), ("min_p", 0.1), ("n", True),
+        ("best_of", 3), ("suffix", "x"), ("use_beam_search", True), ("lora_request", {"a": 1}),
+        ("logits_processors", ["x"]),
     ],
 )  # fmt: skip
 def test_what_would_change_the_output_is_refused(client: TestClient, name: str, value: Any) -> None:
@@ -143,9 +156,8 @@ def test_what_would_change_the_output_is_refused(client: TestClient, name: str, 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tools", [{"type": "function"}]), ("response_format", {"type": "json_object"}),
-        ("logprobs", True), ("top_logprobs", 3), ("tool_choice", "required"),
-        ("modalities", ["audio"]),
+        ("modalities", ["audio"]), ("functions", [{"name": "f"}]), ("reasoning_effort", "low"),
+        ("prediction", {"type": "content"}), ("web_search_options", {}), ("chat_template", "x"),
     ],
 )  # fmt: skip
 def test_what_would_change_a_chat_is_refused(client: TestClient, name: str, value: Any) -> None:
@@ -163,14 +175,20 @@ def test_neutral_values_are_taken(client: TestClient) -> None:
     ("body", "param", "part"),
     [
         ({"max_tokens": "5"}, "max_tokens", "valid integer"),
-        ({"max_tokens": 0}, "max_tokens", "from 1"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"temperature": -1}, "temperature", "[0, 100]"),
         ({"top_p": 0}, "top_p", "(0, 1]"),
         ({"stop": ["a"] * 65}, "stop", "64"),
         ({"stop": 3}, "stop", "valid string or"),
         ({"prompt": []}, "prompt", "empty"),
         ({"prompt": None}, "prompt", "valid string or"),
-        ({"prompt": "a " * 40}, "prompt", "40 tokens where 32 fit"),
+        ({"prompt": "a " * 40}, "prompt", "has 40 tokens"),
+        ({"n": 0}, "n", "from 1 to 128"),
+        ({"n": True}, "n", "valid integer"),
+        ({"logprobs": 21}, "logprobs", "from 0 to 20"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
+        ({"prompt": ["a"] * 1025}, "prompt", "at most 1024"),
+        ({"prompt": ["a"] * 10, "n": 128}, "n", "at most 1024"),
         ({"stream": "yes"}, "stream", "valid boolean"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "with stream"),
         ({"temprature": 1}, "temprature", "unknown parameter"),
@@ -187,10 +205,10 @@ def test_bad_values_are_refused_by_name(
     ("messages", "param"),
     [
         ([], "messages"),
-        ([{"role": "tool", "content": "x"}], "messages.0.role"),
+        ([{"role": "robot", "content": "x"}], "messages.0.role"),
         ([{"role": "user"}], "messages.0.content"),
         ([{"role": "user", "content": 3}], "messages.0.content"),
-        ([{"role": "user", "content": "x", "tool_calls": [1]}], "messages.0"),
+        ([{"role": "user", "content": "x", "tool_calls": [1]}], "messages.0.tool_calls.0"),
     ],
 )
 def test_bad_messages_are_refused_by_name(client: TestClient, messages: Any, param: str) -> None:
@@ -254,7 +272,7 @@ def test_models_and_version(client: TestClient) -> None:
 
 
 def test_a_key_is_asked_for(engine: Any) -> None:
-    with TestClient(build_app(engine, api_key="k")) as client:
+    with TestClient(build_app(Catalog.single(engine), ServerConfig(api_key=("k",)))) as client:
         refused(client.get("/v1/models"), 401, None, "API key")
         good = {"Authorization": "Bearer k"}
         assert client.get("/v1/models", headers=good).json()["data"][0]["id"] == "fake"

@@ -14,9 +14,11 @@ import openai
 import pytest
 import uvicorn
 
+from cloverinfer.config import ServerConfig
 from cloverinfer.core.errors import ConfigError
 from cloverinfer.server import run
 from cloverinfer.server.app import build_app
+from cloverinfer.server.catalog import Catalog
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def base(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(run._Server, "startup", remember)
     ready: list[str] = []
     sock = run.bind("127.0.0.1", 0)
-    arguments = (build_app(engine, "m"), sock, ready.append)
+    arguments = (build_app(Catalog.single(engine, "m")), sock, ServerConfig(), ready.append)
     thread = threading.Thread(target=run.serve, args=arguments)
     thread.start()
     wait(lambda: bool(ready))

@@ -8,14 +8,14 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..config import Config
+from ..config import Config, ServedModel
 
 if TYPE_CHECKING:
     from ..orchestrator.llm import AsyncLLM
 
 
 @contextlib.contextmanager
-def running(config: Config, quiet: bool) -> Iterator[AsyncLLM]:
+def running(config: Config | ServedModel, quiet: bool) -> Iterator[AsyncLLM]:
     """A running engine, closed whatever happens; signals wait while it closes."""
     progress = None if quiet else _progress
     if not quiet:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -80,7 +81,9 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     option(group, "--memory-gib", "cache.memory_gib", text, float)
     text = "blocks per pool (default: by --memory-gib)"
     option(group, "--num-blocks", "cache.num_blocks", text, int)
-    switch(group, "--prefix-caching", "cache.enable_prefix_caching", "keep full blocks findable")
+    switch(
+        group, "--enable-prefix-caching", "cache.enable_prefix_caching", "keep full blocks findable"
+    )
     text = f"requests decoded at a time (default: {limits.max_num_seqs})"
     option(group, "--max-num-seqs", "scheduler.max_num_seqs", text, int)
     text = f"token budget of one forward (default: {limits.max_num_batched_tokens})"
@@ -90,7 +93,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     text = f"micro-batches in flight, 1 to 4 (default: {limits.num_wavefronts})"
     option(group, "--num-wavefronts", "scheduler.num_wavefronts", text, int)
     text = "split long prompts"
-    switch(group, "--chunked-prefill", "scheduler.enable_chunked_prefill", text)
+    switch(group, "--enable-chunked-prefill", "scheduler.enable_chunked_prefill", text)
 
 
 def option(
@@ -106,9 +109,14 @@ def option(
     group.add_argument(flag, dest=key, type=kind, choices=choices, metavar=metavar, help=text)
 
 
-def switch(group: Any, flag: str, key: str, text: str) -> None:
+def option_list(group: Any, flag: str, key: str, text: str) -> None:
+    """A flag that takes several strings, or one that is a JSON list of them."""
+    group.add_argument(flag, dest=key, nargs="+", metavar="TEXT", help=text)
+
+
+def switch(group: Any, flag: str, key: str, text: str, default: str = "on") -> None:
     action = argparse.BooleanOptionalAction
-    group.add_argument(flag, dest=key, action=action, help=f"{text} (default: on)")
+    group.add_argument(flag, dest=key, action=action, help=f"{text} (default: {default})")
 
 
 def config_of(args: argparse.Namespace) -> Config:
@@ -117,5 +125,17 @@ def config_of(args: argparse.Namespace) -> Config:
     for key, value in vars(args).items():
         section, dot, field = key.partition(".")
         if dot and value is not None:
-            overrides.setdefault(section, {})[field] = value
+            listed = _flat(value) if isinstance(value, list) else value
+            overrides.setdefault(section, {})[field] = listed
     return load_config(args.config, overrides, defaults=DEFAULTS)
+
+
+def _flat(values: list[str]) -> list[Any]:
+    flat: list[Any] = []
+    for value in values:
+        try:
+            parsed = json.loads(value) if value.startswith("[") else value
+        except ValueError:
+            parsed = value  # a name that begins with a bracket
+        flat += parsed if isinstance(parsed, list) else [parsed]
+    return flat

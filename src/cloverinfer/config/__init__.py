@@ -1,17 +1,19 @@
 """Configuration: frozen records with defaults, checked on construction; YAML and environment."""
 
 from .cluster import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig
-from .load import Config, check_node_counts, load_config
+from .load import Config, ServedModel, check_node_counts, load_config
 from .network import NetworkConfig
-from .server import ServerConfig
+from .server import ChatConfig, ServerConfig
 
 __all__ = [
     "CacheConfig",
+    "ChatConfig",
     "ClusterConfig",
     "Config",
     "ModelConfig",
     "NetworkConfig",
     "SchedulerConfig",
+    "ServedModel",
     "ServerConfig",
     "check_node_counts",
     "load_config",

@@ -1,7 +1,8 @@
 """Reads settings from a YAML file, ``CLOVER_*`` environment variables and overrides.
 
-Sections are ``model``, ``cluster``, ``cache``, ``scheduler``, ``network`` and ``server``; a
-variable is named ``CLOVER_<SECTION>_<FIELD>``. Overrides (command-line flags) win over the
+Sections are ``model``, ``cluster``, ``cache``, ``scheduler``, ``network``, ``chat`` and ``server``;
+a variable is named ``CLOVER_<SECTION>_<FIELD>``. A file may also list several ``models``, each with
+sections of its own. Overrides (command-line flags) win over the
 environment, which wins over the file, which wins over the defaults. Every value remembers where it
 came from, so that an error can say so. What a field means stands in the records themselves;
 nothing here knows any.
@@ -13,7 +14,7 @@ import difflib
 import math
 import os
 import typing
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ import yaml
 from ..core.errors import ConfigError
 from .cluster import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig
 from .network import NetworkConfig
-from .server import ServerConfig
+from .server import ChatConfig, ServerConfig
 
 PREFIX = "CLOVER_"
 SECTIONS: dict[str, type[msgspec.Struct]] = {
@@ -32,8 +33,11 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "network": NetworkConfig,
+    "chat": ChatConfig,
     "server": ServerConfig,
 }
+MODELS = "models"
+"""Key of a file's list of models, beside the sections."""
 NODE_COUNTS = {
     "num_prefill_workers": ("prefill", ("pd", "pda")),
     "num_decode_dense_nodes": ("dense", ("pd", "pda")),
@@ -45,7 +49,19 @@ Settings = Mapping[str, Mapping[str, Any]]
 """Values by section and field."""
 _Sourced = dict[str, dict[str, tuple[Any, str]]]
 """Values with where each came from, by section and field."""
+STRINGS = tuple[str, ...]
+"""The type of a field that takes several strings, or one."""
 _S = TypeVar("_S", bound=msgspec.Struct)
+
+
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model with the nodes that serve it."""
+
+    names: tuple[str, ...] = ()
+    """Names that clients ask for; none: the model's own name."""
+    model: ModelConfig = msgspec.field(default_factory=ModelConfig)
+    cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
+    chat: ChatConfig = msgspec.field(default_factory=ChatConfig)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +69,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
+    chat: ChatConfig = msgspec.field(default_factory=ChatConfig)
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
+    models: tuple[ServedModel, ...] = msgspec.field(default_factory=lambda: (ServedModel(),))
+    """Those of the file's list, or the one that the sections describe."""
 
 
 def load_config(
@@ -68,31 +87,91 @@ def load_config(
     ``overrides`` win over all else. ``defaults`` replace the records' own defaults and count as
     not given. Raises ``ConfigError`` naming where the value came from, the key and what is allowed.
     """
-    values: _Sourced = {section: {} for section in SECTIONS}
-    _merge(values, defaults or {}, "default")
-    given: _Sourced = {section: {} for section in SECTIONS}
-    if path is not None:
-        _merge(given, _read_file(Path(path)), str(path))
-    _merge_environment(given, os.environ if environ is None else environ)
-    _merge(given, overrides or {}, "flag")
-    for section, fields in given.items():
-        values[section].update(fields)
-    cluster = _build(
-        ClusterConfig,
-        "cluster",
-        values,
-        {
-            "cache": _build(CacheConfig, "cache", values),
-            "scheduler": _build(SchedulerConfig, "scheduler", values),
-            "network": _build(NetworkConfig, "network", values),
-        },
-    )
-    check_node_counts(cluster.topology, {k: source for k, (_, source) in given["cluster"].items()})
+    base = _sourced(defaults or {}, "default")
+    file, entries = _read_file(Path(path)) if path is not None else ({}, [])
+    inner = _sourced(file, str(path))
+    outer = _sourced({})
+    _merge_environment(outer, os.environ if environ is None else environ)
+    _merge(outer, overrides or {}, "flag")
+    whole = _served(base, [inner, outer])
+    server = _build(ServerConfig, "server", _over(base, [inner, outer]))
+    models = [_entry(i, entry, str(path), base, (inner, outer)) for i, entry in enumerate(entries)]
+    _check_names(models, server, str(path))
     return Config(
+        model=whole.model,
+        cluster=whole.cluster,
+        chat=whole.chat,
+        server=server,
+        models=tuple(models) or (msgspec.structs.replace(whole, names=server.served_model_name),),
+    )
+
+
+def _sourced(settings: Settings, source: str = "") -> _Sourced:
+    values: _Sourced = {section: {} for section in SECTIONS}
+    _merge(values, settings, source)
+    return values
+
+
+def _over(base: _Sourced, given: Sequence[_Sourced]) -> _Sourced:
+    """``base`` with what was given over it, later over earlier."""
+    values = {section: dict(fields) for section, fields in base.items()}
+    for one in given:
+        for section, fields in one.items():
+            values[section].update(fields)
+    return values
+
+
+def _served(base: _Sourced, given: Sequence[_Sourced]) -> ServedModel:
+    """The model that the sections describe."""
+    values = _over(base, given)
+    nested = {
+        "cache": _build(CacheConfig, "cache", values),
+        "scheduler": _build(SchedulerConfig, "scheduler", values),
+        "network": _build(NetworkConfig, "network", values),
+    }
+    cluster = _build(ClusterConfig, "cluster", values, nested)
+    counts = _over(_sourced({}), given)["cluster"]
+    check_node_counts(cluster.topology, {key: source for key, (_, source) in counts.items()})
+    return ServedModel(
         model=_build(ModelConfig, "model", values),
         cluster=cluster,
-        server=_build(ServerConfig, "server", values),
+        chat=_build(ChatConfig, "chat", values),
     )
+
+
+def _entry(
+    i: int, entry: Any, path: str, base: _Sourced, given: tuple[_Sourced, _Sourced]
+) -> ServedModel:
+    """One model of a file's list: its sections win over the file's, flags and variables over
+    both."""
+    where = f"{path}: {MODELS}[{i}]"
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where} must hold a name and sections, not {entry!r}")
+    sections = dict(entry)
+    name = sections.pop("name", ())
+    names = (name,) if isinstance(name, str) else tuple(name if isinstance(name, list) else (0,))
+    if not all(isinstance(one, str) and one for one in names):
+        raise ConfigError(f"{where}.name must be a string or a list of strings, not {name!r}")
+    if "server" in sections:
+        raise ConfigError(f"{where}: server is a section of the whole file, not of one model")
+    inner, outer = given
+    if "model_path" in outer["model"]:
+        source = outer["model"]["model_path"][1]
+        raise ConfigError(f"{source}: model.model_path cannot be set where {path} lists {MODELS}")
+    own = _sourced(_check_sections(where, sections), where)
+    return msgspec.structs.replace(_served(base, [inner, own, outer]), names=names)
+
+
+def _check_names(models: Sequence[ServedModel], server: ServerConfig, path: str) -> None:
+    if models and server.served_model_name:
+        raise ConfigError(
+            f"server.served_model_name: {path} lists {MODELS}; give each a name of its own there"
+        )
+    seen: set[str] = set()
+    for name in [name for one in models for name in one.names or (one.model.model_path,)]:
+        if name in seen:
+            raise ConfigError(f"{path}: two {MODELS} are named {name!r}; give each its own name")
+        seen.add(name)
 
 
 def check_node_counts(topology: str, given: Mapping[str, str]) -> None:
@@ -108,7 +187,8 @@ def check_node_counts(topology: str, given: Mapping[str, str]) -> None:
             )
 
 
-def _read_file(path: Path) -> Settings:
+def _read_file(path: Path) -> tuple[Settings, list[Any]]:
+    """Its sections, and the entries of its list of models."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -121,13 +201,20 @@ def _read_file(path: Path) -> Settings:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path} is not valid YAML: {reason}") from error
     if data is None:
-        return {}
+        return {}, []
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold sections ({', '.join(SECTIONS)}), not {data!r}")
+    entries = data.pop(MODELS, None)
+    if not isinstance(entries, list | None) or entries == []:
+        raise ConfigError(f"{path}: {MODELS} must be a list of at least one, not {entries!r}")
+    return _check_sections(str(path), data), entries or []
+
+
+def _check_sections(where: str, data: Mapping[Any, Any]) -> Settings:
     sections = {}
     for section, fields in data.items():
         if not isinstance(fields, dict | None):
-            raise ConfigError(f"{path}: section {section} must hold keys, not {fields!r}")
+            raise ConfigError(f"{where}: section {section} must hold keys, not {fields!r}")
         sections[section] = fields or {}
     return sections
 
@@ -191,11 +278,18 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
 
 
 def _describe(kind: Any) -> str:
+    if kind == STRINGS:
+        return "a string or a list of strings"
     names = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
     return " or ".join(names.get(one, "none") for one in _alternatives(kind))
 
 
 def _check_type(where: str, value: Any, kind: Any) -> None:
+    if kind == STRINGS:
+        many = value if isinstance(value, (list, tuple)) else [value]
+        if not all(isinstance(one, str) for one in many):
+            raise ConfigError(f"{where} must be {_describe(kind)}, not {value!r}")
+        return
     allowed = _alternatives(kind)
     if float in allowed:
         allowed = (*allowed, int)
@@ -209,6 +303,8 @@ def _check_type(where: str, value: Any, kind: Any) -> None:
 
 def _parse(variable: str, text: str, kind: Any) -> Any:
     """A variable's text as a value of the field's type."""
+    if kind == STRINGS:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
     allowed = _alternatives(kind)
     if type(None) in allowed and text.lower() in ("", "none", "null"):
         return None

@@ -6,15 +6,16 @@ It reads a Hugging Face folder and does not need transformers. Streams of ids be
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from ..core.errors import ModelError, RequestError
-from .chat_template import render
+from .chat_template import render, render_open
 from .convert import NO_TOKENIZER
 
 _REPLACEMENT = "\ufffd"
@@ -40,8 +41,11 @@ class Tokenizer:
             own = backend.token_to_id(self._special["eos_token"])
             ids += [] if own is None else [own]
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ids))
-        self._byte_tokens = "ByteFallback" in _decoder_kinds(backend)
+        kinds = _decoder_kinds(backend)
+        self._byte_tokens = "ByteFallback" in kinds
+        self._byte_level = "ByteLevel" in kinds
         added = backend.get_added_tokens_decoder()
+        self._added = frozenset(added)
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
 
     @classmethod
@@ -84,23 +88,55 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id)
         return token is not None and len(token) == 6 and token.startswith("<0x")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to a text, which need not be whole characters; empty if unknown."""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._added:
+            return token.encode()
+        if self.is_byte(token_id):
+            return bytes([int(token[3:5], 16)])
+        if self._byte_level:
+            table = byte_letters()
+            return bytes(table[letter] for letter in token if letter in table)
+        return token.replace("\u2581", " ").encode()
+
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final: bool = False,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt for ``messages`` (each with ``role`` and ``content``).
 
-        Encode it with ``add_special_tokens=False``: a template writes its own. ``RequestError``
-        where the model has no template or its template refuses the messages.
+        ``continue_final``: it ends within the last message, which the model goes on with.
+        ``template`` replaces the model's own; ``variables`` are what it reads beside the messages
+        (``tools``, say). Encode the prompt with ``add_special_tokens=False``: a template writes its
+        own. ``RequestError`` where there is no template or it refuses the messages.
         """
-        if self._template is None:
+        template = template or self._template
+        if template is None:
             raise RequestError("the model has no chat template; use a plain completion", "messages")
-        return render(
-            self._template, messages, add_generation_prompt=add_generation_prompt, **self._special
-        )
+        known = {**self._special, "tools": None, **(variables or {})}
+        known["add_generation_prompt"] = add_generation_prompt and not continue_final
+        return (render_open if continue_final else render)(template, messages, known)
 
-    def chat_token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The prompt for ``messages``, up to where the answer begins, as tokens."""
-        return self.encode(self.apply_chat_template(messages), add_special_tokens=False)
+    def chat_token_ids(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final: bool = False,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """``apply_chat_template`` as tokens."""
+        text = self.apply_chat_template(
+            messages, add_generation_prompt, continue_final, template, variables
+        )
+        return self.encode(text, add_special_tokens=False)
 
     @classmethod
     def _finish(cls, backend: tokenizers.Tokenizer, folder: Path) -> Tokenizer:
@@ -198,6 +234,18 @@ class IncrementalDetokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+
+@functools.lru_cache
+def byte_letters() -> dict[str, int]:
+    """The byte that each letter of a byte-level vocabulary stands for.
+
+    Printable bytes of Latin-1 stand for themselves; the others, in order, are letters from U+0100.
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    table = {chr(byte): byte for byte in plain}
+    return table | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
+from ..core.logprobs import TokenLogprobs
 from ..core.sampling import SamplingParams
 
 
@@ -21,6 +22,8 @@ class Chunk(Protocol):
     def error(self) -> str | None: ...
     @property
     def metrics(self) -> dict[str, Any] | None: ...
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None: ...
 
 
 class Tokenizer(Protocol):
@@ -28,9 +31,18 @@ class Tokenizer(Protocol):
     def has_chat_template(self) -> bool: ...
     @property
     def vocab_size(self) -> int: ...
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, token_ids: list[int]) -> str: ...
-    def chat_token_ids(self, messages: list[dict[str, str]]) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
+    def id_to_token(self, token_id: int) -> str | None: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def chat_token_ids(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final: bool = False,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]: ...
 
 
 class Engine(Protocol):
@@ -45,6 +57,7 @@ class Engine(Protocol):
     @property
     def failure(self) -> str | None: ...
 
+    def nodes(self) -> list[dict[str, Any]]: ...
     def stream(
         self, prompt: str | list[int], sampling: SamplingParams, request_id: str | None = None
     ) -> AsyncGenerator[Chunk, None]:

@@ -11,11 +11,37 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from ..core.errors import CloverError, EngineClosedError, QueueFullError, RequestError
+from ..core.errors import (
+    CloverError,
+    EngineClosedError,
+    NodeDiedError,
+    QueueFullError,
+    RequestError,
+)
 
 log = logging.getLogger(__name__)
 RETRY_AFTER = "1"
-"""Seconds that a client should wait when the queue is full."""
+"""Seconds that a client should wait when the queue is full or the server is not ready."""
+UNSERVED = {
+    "/v1/embeddings": "embeddings",
+    "/v1/rerank": "reranking",
+    "/v1/score": "scoring",
+    "/v1/images": "images",
+    "/v1/audio": "audio",
+    "/v1/videos": "videos",
+    "/v1/responses": "the responses API; use /v1/chat/completions",
+    "/v1/moderations": "moderations",
+    "/v1/files": "files",
+    "/v1/uploads": "uploads",
+    "/v1/batches": "batches as files; send requests at the same time",
+    "/v1/fine_tuning": "fine-tuning",
+    "/v1/assistants": "assistants",
+    "/v1/threads": "threads",
+    "/v1/vector_stores": "vector stores",
+    "/v1/realtime": "the realtime API",
+    "/v1/messages": "the messages API; use /v1/chat/completions",
+}
+"""Parts of the API that other servers have, with what is told of them."""
 
 
 class ApiError(Exception):
@@ -37,7 +63,13 @@ class ApiError(Exception):
 def error_body(
     message: str, kind: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    # A message may quote what a client sent, which need not be text that can be sent back.
+    shown = {"message": _sendable(message), "param": param if param is None else _sendable(param)}
+    return {"error": {**shown, "type": kind, "code": code}}
+
+
+def _sendable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def classify(error: CloverError) -> tuple[int, dict[str, Any]]:
@@ -46,7 +78,7 @@ def classify(error: CloverError) -> tuple[int, dict[str, Any]]:
         return 400, error_body(str(error), "invalid_request_error", error.param)
     if isinstance(error, QueueFullError):
         return 429, error_body(str(error), "rate_limit_error", code="queue_full")
-    if isinstance(error, EngineClosedError):
+    if isinstance(error, (EngineClosedError, NodeDiedError)):
         return 503, error_body(str(error), "service_unavailable", code="engine_closed")
     return 500, error_body(str(error), "server_error")
 
@@ -70,7 +102,7 @@ async def _on_clover_error(request: Request, error: Exception) -> JSONResponse:
     status, body = classify(error)
     if status >= 500:
         log.error("%s: %s", request.url.path, error)
-    headers = {"Retry-After": RETRY_AFTER} if status == 429 else None
+    headers = {"Retry-After": RETRY_AFTER} if status in (429, 503) else None
     return JSONResponse(body, status, headers)
 
 
@@ -100,11 +132,18 @@ def _param(loc: Sequence[int | str]) -> str | None:
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    body = error_body(message, "invalid_request_error")
+    path = request.url.path
+    message, code = f"{request.method} {path}: {error.detail}", None
+    for prefix, what in UNSERVED.items():
+        if error.status_code == 404 and (path == prefix or path.startswith(f"{prefix}/")):
+            message, code = f"{path}: this server does not serve {what}", "unsupported_endpoint"
+    body = error_body(message, "invalid_request_error", code=code)
     return JSONResponse(body, error.status_code, error.headers)
 
 
 async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
     # Starlette raises it again after this answer, so that the server logs the traceback.
-    return JSONResponse(error_body("internal error; see the server's log", "server_error"), 500)
+    record = request.scope.get("state", {}).get("record")
+    headers = {"X-Request-Id": record.id} if record is not None else None
+    body = error_body("internal error; see the server's log", "server_error")
+    return JSONResponse(body, 500, headers)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
+from ..config import ServerConfig
 from ..core.errors import ConfigError
+from .door import Door
 
-GRACE = 10
-"""Seconds that streams under way may go on after the server was told to stop."""
+GRACE = 2
+"""Seconds that the last events may take to leave once all requests are over or cut off."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -38,14 +41,17 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def url(sock: socket.socket) -> str:
+def url(sock: socket.socket, scheme: str = "http") -> str:
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+    """Drains before it stops: it listens on, refusing new requests, until those inside are done."""
+
+    def __init__(self, config: uvicorn.Config, door: Door, ready: Callable[[], None]) -> None:
         super().__init__(config)
+        self.door = door
         self.ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -53,16 +59,40 @@ class _Server(uvicorn.Server):
         if self.started:
             self.ready()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Not passed on yet: uvicorn would stop to listen at once. It raises these again at the end.
+        self._captured_signals.append(sig)
+        self.door.drain()
+
+    async def on_tick(self, counter: int) -> bool:
+        over = await super().on_tick(counter)
+        if over:
+            self.door.drain()
+        return over or self.door.drained()
+
 
 def serve(
-    app: FastAPI, sock: socket.socket, announce: Callable[[str], None], log_level: str = "warning"
+    app: FastAPI, sock: socket.socket, settings: ServerConfig, announce: Callable[[str], None]
 ) -> None:
-    """Serves until SIGINT or SIGTERM, then lets what is under way finish within ``GRACE`` seconds.
+    """Serves until SIGINT or SIGTERM, then lets what is under way finish within
+    ``settings.shutdown_timeout`` seconds; a second signal cuts that short.
 
     Announces ``ready: http://host:port`` once requests are taken. After an orderly end uvicorn
-    raises the signal again, for whoever handled it before. The caller closes the engine.
+    raises the signal again, for whoever handled it before. The caller closes the engines.
     """
+    secure = settings.ssl_certfile is not None
     config = uvicorn.Config(
-        app, log_level=log_level, access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE
+        app,
+        log_level=settings.uvicorn_log_level,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=GRACE,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
     )
-    _Server(config, lambda: announce(f"ready: {url(sock)}")).run(sockets=[sock])
+    try:
+        config.load()
+    except OSError as error:
+        raise ConfigError(f"server.ssl_certfile, server.ssl_keyfile: {error}") from error
+    address = url(sock, "https" if secure else "http")
+    _Server(config, app.state.door, lambda: announce(f"ready: {address}")).run(sockets=[sock])

@@ -14,6 +14,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ..core.errors import EngineClosedError
 from .engine import Chunk
 
 DONE = b"data: [DONE]\n\n"
@@ -29,21 +30,26 @@ def event(payload: dict[str, Any]) -> bytes:
 
 
 async def fan_in(
-    receive: Receive, streams: Sequence[AsyncGenerator[Chunk, None]]
+    receive: Receive, streams: Sequence[AsyncGenerator[Chunk, None]], cut: asyncio.Event
 ) -> AsyncGenerator[tuple[int, Chunk], None]:
     """Chunks of all streams as they come, each with the index of its stream.
 
-    Raises ``ClientGoneError`` as soon as the client disconnects, and whatever a stream raises.
+    Raises ``ClientGoneError`` as soon as the client disconnects, ``EngineClosedError`` once ``cut``
+    is set, and whatever a stream raises.
     """
     gone = asyncio.ensure_future(_disconnect(receive))
+    over = asyncio.ensure_future(cut.wait())
     pending: dict[asyncio.Future[Any], int] = {
         asyncio.ensure_future(anext(stream)): i for i, stream in enumerate(streams)
     }
     try:
         while pending:
-            done, _ = await asyncio.wait({gone, *pending}, return_when=asyncio.FIRST_COMPLETED)
+            tasks = {gone, over, *pending}
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if gone in done:
                 raise ClientGoneError
+            if over in done:
+                raise EngineClosedError("the server is shutting down")
             for task in done:
                 index = pending.pop(task)
                 try:
@@ -53,7 +59,7 @@ async def fan_in(
                 pending[asyncio.ensure_future(anext(streams[index]))] = index
                 yield index, chunk
     finally:
-        await _end([gone, *pending], streams)
+        await _end([gone, over, *pending], streams)
 
 
 async def _disconnect(receive: Receive) -> None:

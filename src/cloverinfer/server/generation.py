@@ -1,0 +1,370 @@
+"""Completions and chats: a body becomes a job for an engine, and its chunks an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from ..core.errors import CloverError, EngineClosedError, RequestError, check_text
+from ..core.sampling import SamplingParams
+from .asked import need
+from .catalog import Catalog, Model
+from .chat import ChatRequest, NamedChoice
+from .door import Door, Record, record_of
+from .engine import Chunk, Tokenizer
+from .errors import ApiError, classify, error_body
+from .logprobs import Speller
+from .protocol import Body, CompletionRequest
+from .render import ChatForm, Choice, CompletionForm, Form, usage_of
+from .streams import DONE, ClientGoneError, EventStream, event, fan_in
+from .tools import ToolParser, create_parser
+from .tools.forced import NamedParser, RequiredParser, required_schema
+
+CLIENT_CLOSED_REQUEST = 499
+LONG_TEXT = 2000
+"""Characters whose tokenization takes about as long as a detour through a thread."""
+MOST_ANSWERS = 1024
+"""Prompts times choices of one request."""
+
+
+@dataclass
+class Job:
+    """What one HTTP request asks of an engine, and the form of the answer."""
+
+    model: Model
+    form: Form
+    choices: list[Choice]
+    per_prompt: int
+    sampling: SamplingParams
+    body: Body
+    record: Record
+
+    def usage(self) -> dict[str, Any]:
+        return usage_of(self.choices, self.per_prompt)
+
+    def note(self, finish: str | None = None) -> None:
+        """Tells the log how far it came."""
+        usage = self.usage()
+        reasons = sorted({one.finish_reason for one in self.choices if one.finish_reason})
+        self.record.model = self.model.name
+        self.record.prompt_tokens = usage["prompt_tokens"]
+        self.record.completion_tokens = usage["completion_tokens"]
+        self.record.finish = finish or ",".join(reasons) or "-"
+
+
+class Generation:
+    """The handlers of both endpoints."""
+
+    def __init__(self, catalog: Catalog, door: Door) -> None:
+        self._catalog = catalog
+        self._door = door
+
+    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        model = self._catalog.find(body.model)
+        body.check()
+        limit = body.token_limit()
+        scored = bool(body.echo) and body.logprobs is not None
+        _check_echo(body, limit, scored)
+        sampling = body.sampling(limit or 1)
+        if scored and body.prompt_logprobs is None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.logprobs)
+        prompts = body.prompts()
+        if len(prompts) * body.choices > MOST_ANSWERS:
+            raise RequestError(f"at most {MOST_ANSWERS} answers (prompts times n)", "n")
+        choices = []
+        for prompt in prompts:
+            tokens = await self._tokens(model, prompt, body)
+            _check_length(model, len(tokens), "prompt", room=min(limit, 1))
+            echo = _echo(model, prompt, tokens, body) if body.echo else ""
+            choices += [_choice(body, tokens, echo) for _ in range(body.choices)]
+        form = CompletionForm(body.model, Speller(model.engine.tokenizer))
+        job = Job(model, form, choices, body.choices, sampling, body, record_of(request.scope))
+        if limit == 0:
+            if getattr(sampling, "prompt_logprobs", None) is None:
+                return _echoed(job)
+            job.sampling = msgspec.structs.replace(sampling, max_tokens=0)
+        return await self._answer(job, request, "prompt")
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        model = self._catalog.find(body.model)
+        body.check()
+        prompt = await chat_tokens(model, body)
+        _check_length(model, len(prompt), "messages", room=1)
+        limit = body.token_limit()
+        if limit is None:
+            limit = model.engine.max_model_len - len(prompt)
+        structure = _tool_structure(body)
+        parsers = [_tool_parser(model, body) for _ in range(body.choices)]
+        sampling = body.sampling(limit, structure)
+        if parsers[0] is not None and parsers[0].keeps_special_tokens:
+            need("skip_special_tokens", "tools")
+            sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
+        choices = [_choice(body, prompt, parser=parser) for parser in parsers]
+        for choice in choices:
+            choice.one_call = body.parallel_tool_calls is False
+        form = ChatForm(body.model, Speller(model.engine.tokenizer))
+        record = record_of(request.scope)
+        job = Job(model, form, choices, body.choices, sampling, body, record)
+        return await self._answer(job, request, "messages")
+
+    async def _tokens(self, model: Model, prompt: str | list[int], body: Body) -> list[int]:
+        if isinstance(prompt, str):
+            prompt = await encode(model, prompt, body.add_special_tokens is not False)
+        if not prompt:
+            raise RequestError("the prompt is empty", "prompt")
+        return prompt[-(body.truncate_prompt_tokens or 0) :]
+
+    async def _answer(self, job: Job, request: Request, param: str) -> Response:
+        try:
+            return await self._run(job, request)
+        except RequestError as error:
+            # What the engine calls the prompt has its own name in a chat.
+            renamed = param if error.param == "prompt" else error.param
+            raise RequestError(str(error), renamed) from error
+
+    async def _run(self, job: Job, request: Request) -> Response:
+        engine, body = job.model.engine, job.body
+        if engine.failure is not None:
+            raise EngineClosedError(engine.failure)
+        job.note()
+        streams = [
+            engine.stream(choice.prompt, _seeded(job, index), f"{job.form.id}-{index}")
+            for index, choice in enumerate(job.choices)
+        ]
+        chunks = fan_in(request.receive, streams, self._door.cut)
+        try:
+            if not body.stream:
+                return await _whole(job, chunks)
+            # The first chunk is awaited here: a request refused by the engine gets its status.
+            first = await anext(chunks)
+            _raise_failed(first[1])
+        except ClientGoneError:
+            job.note("disconnect")
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        except BaseException:
+            job.note("error")
+            await chunks.aclose()  # the other choices' streams end with it
+            raise
+        return EventStream(_events(job, first, chunks))
+
+
+def _check_echo(body: CompletionRequest, limit: int, scored: bool) -> None:
+    if limit == 0 and not body.echo and body.prompt_logprobs is None:
+        raise RequestError("max_tokens must be at least 1, or 0 with echo", "max_tokens")
+    if scored:
+        need("prompt_logprobs", "echo")
+        if body.stream:
+            raise RequestError("echo with logprobs cannot be streamed", "echo")
+
+
+def _check_length(model: Model, count: int, param: str, room: int) -> None:
+    most = model.engine.max_model_len
+    if count + room > most:
+        message = (
+            f"the prompt has {count} tokens, which leaves no room for output: the longest prompt "
+            f"and output of this model together are {most} tokens"
+        )
+        code = "context_length_exceeded"
+        raise ApiError(400, message, "invalid_request_error", param, code)
+
+
+def tokenizer_of(model: Model, param: str) -> Tokenizer:
+    tokenizer = model.engine.tokenizer
+    if tokenizer is None:
+        raise RequestError(f"{model.name} has no tokenizer: give prompts as token ids", param)
+    return tokenizer
+
+
+async def encode(model: Model, text: str, add_special_tokens: bool = True) -> list[int]:
+    """Tokens of ``text``; in a thread where that takes long, for the streams of others."""
+    tokenizer = tokenizer_of(model, "prompt")
+    check_text(text)
+    if len(text) <= LONG_TEXT:
+        return tokenizer.encode(text, add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+
+
+async def chat_tokens(model: Model, body: ChatRequest) -> list[int]:
+    """The prompt that the chat template makes of a body, as tokens."""
+    tokenizer = model.engine.tokenizer
+    if tokenizer is None or not (tokenizer.has_chat_template or model.chat.template):
+        raise RequestError(f"{model.name} has no chat template; use /v1/completions", "messages")
+    messages = body.plain_messages()
+    tokens = await asyncio.to_thread(  # a long conversation must not stall the streams of others
+        tokenizer.chat_token_ids,
+        messages,
+        body.opens_answer,
+        bool(body.continue_final_message),
+        model.chat.template,
+        body.template_variables(),
+    )
+    if not tokens:
+        raise RequestError("the chat template makes an empty prompt of this", "messages")
+    return tokens[-(body.truncate_prompt_tokens or 0) :]
+
+
+def _echo(model: Model, prompt: str | list[int], tokens: list[int], body: Body) -> str:
+    whole = isinstance(prompt, str) and body.truncate_prompt_tokens is None
+    return str(prompt) if whole else decode(model, tokens, "echo")
+
+
+def decode(model: Model, tokens: list[int], param: str) -> str:
+    tokenizer = tokenizer_of(model, param)
+    bad = next((one for one in tokens if not 0 <= one < tokenizer.vocab_size), None)
+    if bad is not None:
+        raise RequestError(f"token id {bad} is not in [0, {tokenizer.vocab_size})", "prompt")
+    return tokenizer.decode(tokens)
+
+
+def _choice(
+    body: Body, prompt: list[int], echo: str = "", parser: ToolParser | None = None
+) -> Choice:
+    return Choice(
+        prompt,
+        echo,
+        parser,
+        with_logprobs=body.logprobs_wanted() is not None,
+        with_token_ids=bool(body.return_token_ids),
+    )
+
+
+def _seeded(job: Job, index: int) -> SamplingParams:
+    """Choices of one prompt differ, and so do their seeds; the first has the one that was given."""
+    seed, offset = job.sampling.seed, index % job.per_prompt
+    if seed is None or offset == 0:
+        return job.sampling
+    shifted = (seed + offset + 2**63) % 2**64 - 2**63
+    return msgspec.structs.replace(job.sampling, seed=shifted)
+
+
+# -- tools
+
+
+def _tool_structure(body: ChatRequest) -> dict[str, Any] | None:
+    """What the answer must look like for the sake of ``tool_choice``."""
+    tools, choice = body.tools or [], body.tool_choice
+    if not tools or choice in (None, "none", "auto"):
+        return None
+    need("structured_outputs", "tool_choice")
+    if isinstance(choice, NamedChoice):
+        chosen = next(t.function for t in tools if t.function.name == choice.function.name)
+        return {"json": chosen.parameters or {"type": "object"}}
+    one = body.parallel_tool_calls is False
+    return {"json": required_schema([tool.function for tool in tools], one)}
+
+
+def _tool_parser(model: Model, body: ChatRequest) -> ToolParser | None:
+    """A fresh one for one answer; None where no calls are looked for."""
+    if not body.tools or body.tool_choice == "none":
+        return None
+    if isinstance(body.tool_choice, NamedChoice):
+        return NamedParser(body.tool_choice.function.name)
+    if body.tool_choice == "required":
+        return RequiredParser()
+    if not model.chat.auto_tools or model.chat.tool_call_parser is None:
+        raise RequestError(
+            'tools with tool_choice "auto" need a server started with --enable-auto-tool-choice '
+            "and --tool-call-parser",
+            "tool_choice",
+        )
+    return create_parser(model.chat.tool_call_parser)
+
+
+# -- answers
+
+
+def _echoed(job: Job) -> Response:
+    """Nothing is generated: the prompt is the answer."""
+    for choice in job.choices:
+        choice.begin()
+        choice.finish_reason = "length"
+    job.note()
+    if not job.body.stream:
+        return JSONResponse(job.form.whole(job.choices, job.usage()))
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        for index, choice in enumerate(job.choices):
+            opening = job.form.opening(index, choice)
+            assert opening is not None
+            opening["choices"][0]["finish_reason"] = "length"
+            yield event(_with_usage(job, opening))
+        if job.body.include_usage:
+            yield event(job.form.usage_event(job.usage()))
+        yield DONE
+
+    return EventStream(events())
+
+
+async def _whole(job: Job, chunks: AsyncGenerator[tuple[int, Chunk], None]) -> Response:
+    try:
+        for choice in job.choices:
+            choice.begin()
+        async for index, chunk in chunks:
+            _raise_failed(chunk)
+            job.choices[index].add(chunk)
+    finally:
+        await chunks.aclose()
+    job.note()
+    return JSONResponse(job.form.whole(job.choices, job.usage()))
+
+
+def _raise_failed(chunk: Chunk) -> None:
+    if chunk.finish_reason in ("error", "abort"):
+        raise ApiError(500, _failure(chunk), "server_error", code="generation_failed")
+
+
+def _failure(chunk: Chunk) -> str:
+    return chunk.error or "the request was aborted before it finished"
+
+
+def _with_usage(job: Job, body: dict[str, Any]) -> dict[str, Any]:
+    if job.body.continuous_usage:
+        body["usage"] = job.usage()
+    elif job.body.include_usage:
+        body["usage"] = None
+    return body
+
+
+async def _events(
+    job: Job, first: tuple[int, Chunk], chunks: AsyncGenerator[tuple[int, Chunk], None]
+) -> AsyncGenerator[bytes, None]:
+    """The stream's events. One that fails half-way ends in an error event and nothing after it."""
+    form, finish = job.form, "disconnect"
+    try:
+        for index, choice in enumerate(job.choices):
+            opening = form.opening(index, choice)
+            if opening is not None:
+                yield event(_with_usage(job, opening))
+        async for index, chunk in _chain(first, chunks):
+            if chunk.finish_reason in ("error", "abort"):
+                finish = "error"
+                yield event(error_body(_failure(chunk), "server_error", code="generation_failed"))
+                return
+            piece = job.choices[index].add(chunk)
+            if not piece.empty:
+                yield event(_with_usage(job, form.event(index, piece)))
+        finish = ""
+    except CloverError as error:
+        finish = "error"
+        yield event(classify(error)[1])
+        return
+    finally:
+        job.note(finish or None)
+        await chunks.aclose()
+    if job.body.include_usage:
+        yield event(form.usage_event(job.usage()))
+    yield DONE
+
+
+async def _chain(
+    first: tuple[int, Chunk], rest: AsyncGenerator[tuple[int, Chunk], None]
+) -> AsyncGenerator[tuple[int, Chunk], None]:
+    yield first
+    async for item in rest:
+        yield item
