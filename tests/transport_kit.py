@@ -69,7 +69,7 @@ def segments() -> list[str]:
 
 
 _kept: WeakKeyDictionary[Endpoint, Events] = WeakKeyDictionary()
-"""What came while a ticket was waited for."""
+"""What came while something else was waited for."""
 
 
 def collect(endpoint: Endpoint, notices: int = 0, messages: int = 0) -> Events:
@@ -80,6 +80,13 @@ def collect(endpoint: Endpoint, notices: int = 0, messages: int = 0) -> Events:
         assert time.monotonic() < end, f"{len(seen.notices)}, {len(seen.messages)} came"
         _add(seen, endpoint.poll(1.0))
     return seen
+
+
+def remember(endpoint: Endpoint, events: Events) -> None:
+    """Gives back what was not meant for the caller, for the next ``collect``."""
+    kept = _kept.setdefault(endpoint, Events())
+    kept.notices[:0] = events.notices
+    kept.messages[:0] = events.messages
 
 
 def finish(endpoint: Endpoint, *tickets: Ticket, timeout: float = PATIENCE) -> None:
