@@ -124,6 +124,10 @@ class FakeEngine:
         roles = self.alive.items()
         return [{"name": f"{role}-0", "role": role, "alive": one, **row} for role, one in roles]
 
+    def cluster_info(self) -> dict[str, Any]:
+        transport = {"name": "inproc", "passed_over": [], "checksum": "none"}
+        return {"transport": transport, "nodes": self.nodes()}
+
     def close(self) -> None:
         self.closed += 1
 

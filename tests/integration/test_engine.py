@@ -360,3 +360,15 @@ def test_a_failing_attention_node_fails_its_requests_and_serves_on(model, monkey
         monkeypatch.undo()
         assert len(llm.generate([[1, 2]], GREEDY)[0].token_ids) == 8
         check_idle(llm)
+
+
+def test_the_cluster_tells_what_it_is_made_of(llm):
+    info = llm.engine.cluster_info()
+    assert info["transport"] == {"name": "inproc", "passed_over": [], "checksum": "none"}
+    assert {row["transport"] for row in info["nodes"]} == {"inproc"}
+    assert all(row["kv_blocks_used"] == 0 for row in info["nodes"])
+    stream = llm.engine.stream_sync([5] * 40, SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    used = {row["role"]: row["kv_blocks_used"] for row in llm.engine.cluster_info()["nodes"]}
+    assert max(used.values()) >= 3
+    stream.close()

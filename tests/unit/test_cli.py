@@ -88,7 +88,9 @@ def test_json_is_one_object(engines: list[Any], capsys: Any) -> None:
     command = ["generate", "a", "--max-tokens", "2", "--json", "--topology", "pd"]
     assert cli.main(command) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert set(answer) == {"text", "token_ids", "finish_reason", "metrics", "topology", "nodes"}
+    keys = {"text", "token_ids", "finish_reason", "metrics", "topology", "nodes", "transport"}
+    assert set(answer) == keys
+    assert answer["transport"]["name"] == "inproc"
     assert (answer["text"], answer["token_ids"]) == ("w0 w1 ", [0, 1])
     assert (answer["finish_reason"], answer["topology"]) == ("length", "pd")
     assert answer["metrics"]["ttft"] == 0.5

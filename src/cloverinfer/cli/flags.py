@@ -23,6 +23,7 @@ from ..config.cluster import (
     TOPOLOGIES,
     TRANSPORTS,
 )
+from ..config.network import CHECKSUMS, NetworkConfig
 
 DEFAULTS = {"cluster": {"executor": "local"}}
 """What a command starts from where the records say otherwise: no Ray unless asked for."""
@@ -33,6 +34,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     _add_cluster(parser)
     _add_limits(parser)
+    _add_network(parser)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +96,21 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     option(group, "--num-wavefronts", "scheduler.num_wavefronts", text, int)
     text = "split long prompts"
     switch(group, "--enable-chunked-prefill", "scheduler.enable_chunked_prefill", text)
+
+
+def _add_network(parser: argparse.ArgumentParser) -> None:
+    network = NetworkConfig()
+    group = parser.add_argument_group("network")
+    text = f"address that wires between hosts listen at (default: {network.bind_host})"
+    option(group, "--bind-host", "network.bind_host", text)
+    text = "address that peers are told (default: where it listens)"
+    option(group, "--advertise-host", "network.advertise_host", text)
+    text = f"connections per peer over tcp (default: {network.tcp_streams})"
+    option(group, "--tcp-streams", "network.tcp_streams", text, int)
+    text = f"of KV transfers, checked by the receiver (default: {network.checksum})"
+    option(group, "--checksum", "network.checksum", text, choices=CHECKSUMS)
+    text = f"MiB to take blocks in that must be converted (default: {network.staging_mib})"
+    option(group, "--staging-mib", "network.staging_mib", text, int)
 
 
 def option(

@@ -64,8 +64,9 @@ def run(args: argparse.Namespace) -> int:
     with running(config, args.quiet) as engine:
         prompt = _as_chat(engine, text) if args.chat else text
         answer = _collect(engine, prompt, sampling, stream=not args.json)
-        nodes = engine.nodes()
+        nodes, info = engine.nodes(), engine.cluster_info()
     answer |= {"topology": config.cluster.topology, "nodes": nodes}
+    answer["transport"] = info["transport"]
     if args.json:
         print(json.dumps(answer, ensure_ascii=False), flush=True)
     elif not args.quiet:

@@ -27,6 +27,8 @@ from .network import NetworkConfig
 from .server import ChatConfig, ServerConfig
 
 PREFIX = "CLOVER_"
+SECRETS = ("secret", "api_key")
+"""Fields whose values no error shows."""
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "model": ModelConfig,
     "cluster": ClusterConfig,
@@ -298,7 +300,9 @@ def _check_type(where: str, value: Any, kind: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         good = False
     if not good:
-        raise ConfigError(f"{where} must be {_describe(kind)}, not {value!r}")
+        secret = where.rpartition(".")[2].lower().endswith(SECRETS)
+        given = f"a {type(value).__name__}" if secret else repr(value)
+        raise ConfigError(f"{where} must be {_describe(kind)}, not {given}")
 
 
 def _parse(variable: str, text: str, kind: Any) -> Any:

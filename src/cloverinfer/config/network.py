@@ -42,6 +42,13 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         self._check("checksum", self.checksum in CHECKSUMS, f"one of {', '.join(CHECKSUMS)}")
         self._check("staging_mib", 1 <= self.staging_mib <= 1 << 20, "from 1 to 1048576")
 
+    def __repr__(self) -> str:
+        """Logs and errors never tell the secret."""
+        fields = msgspec.structs.asdict(self)
+        if self.secret is not None:
+            fields["secret"] = "***"
+        return f"NetworkConfig({', '.join(f'{key}={value!r}' for key, value in fields.items())})"
+
     def _check(self, field: str, good: bool, allowed: str) -> None:
         if not good:
             raise ConfigError(f"network.{field} must be {allowed}, not {getattr(self, field)!r}")

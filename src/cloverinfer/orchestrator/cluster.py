@@ -15,10 +15,11 @@ from ..models import ResolvedModel, Tokenizer, load_tokenizer, resolve_model
 from ..nodes.config import PREFILL
 from ..scheduler import SchedNode
 from ..transport import Endpoint, Peer, create_endpoint
+from ..transport.choice import Choice
 from ..transport.shm import remove_leftovers
 from ..wire.messages import Meet, Message, Met, NodeInfo, Shutdown, decode, encode
 from .executors import Executor, OnDeath, create_executor
-from .layout import node_configs, transport_of, with_secret
+from .layout import choose_transport, node_configs, with_secret
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
@@ -30,7 +31,10 @@ class Cluster:
     def __init__(
         self, model: ModelConfig, cluster: ClusterConfig, progress: Callable[[str], None]
     ) -> None:
-        self.config = with_secret(cluster)
+        self.choice: Choice = choose_transport(cluster)
+        """Which transport connects the nodes, and why not those before it."""
+        config = msgspec.structs.replace(cluster, transport=self.choice.transport)
+        self.config = with_secret(config)
         self.model: ResolvedModel = resolve_model(model, progress)
         self.tokenizer: Tokenizer | None = self._load_tokenizer()
         self.infos: list[NodeInfo] = []
@@ -75,7 +79,7 @@ class Cluster:
         remove_leftovers()  # of engines that were killed
         timeout = cluster.start_timeout
         self.infos = self._executor.start(configs, timeout, self._note_death, progress)
-        self._endpoint = create_endpoint(transport_of(cluster), "scheduler", cluster.network)
+        self._endpoint = create_endpoint(cluster.transport, "scheduler", cluster.network)
         self._own = self._endpoint.connect(self._endpoint.address())
         for info in self.infos:
             self._peers[info.peer.name] = self._endpoint.connect(info.peer.address)

@@ -38,7 +38,7 @@ from .cluster import Cluster
 from .intake import Intake
 from .live import Chunk, Live, Sink
 from .metrics import DenseStep, StatsLog, request_metrics
-from .reports import NodeReports
+from .reports import NodeReports, transport_info
 
 log = logging.getLogger(__name__)
 SETTLE_SECONDS = 2.0
@@ -132,6 +132,22 @@ class Engine:
     def nodes(self) -> list[dict[str, Any]]:
         """Each node's place and what it did so far."""
         return self._reports.rows()
+
+    def cluster_info(self) -> dict[str, Any]:
+        """What the engine is made of now; see ``AsyncLLM.cluster_info``."""
+        cluster, free = self.cluster, self._scheduler.free_blocks()
+        nodes = self.nodes()
+        for row in nodes:
+            blocks = row["kv_blocks"]
+            row["kv_blocks_used"] = blocks - free.get(row["name"], blocks)
+        return {
+            "model": cluster.model.name,
+            "max_model_len": self.max_model_len,
+            "topology": self.config.topology,
+            "executor": self.config.executor,
+            "transport": transport_info(cluster.choice, cluster.config.network.checksum),
+            "nodes": nodes,
+        }
 
     def close(self) -> None:
         """Ends requests under way with ``EngineClosedError``, then all nodes. In a process that was

@@ -8,8 +8,10 @@ import secrets
 import msgspec
 
 from ..config.cluster import ClusterConfig, ModelConfig
+from ..core.errors import ConfigError
 from ..nodes import config as roles
 from ..nodes.config import NodeConfig
+from ..transport.choice import Choice, Offer, choose_for_all, offer, reason_against
 
 
 def usable_cores() -> int:
@@ -17,10 +19,47 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def transport_of(cluster: ClusterConfig) -> str:
-    if cluster.transport != "auto":
-        return cluster.transport
-    return "inproc" if cluster.executor == "local" else "shm"
+def choose_transport(cluster: ClusterConfig) -> Choice:
+    """The first transport that connects every two parts of the cluster that exchange data, or the
+    one that ``cluster.transport`` names; ``ConfigError`` where it cannot connect them.
+
+    All executors run their nodes on this host, so this process can speak for all of them.
+    """
+    pairs = _pairs(cluster)
+    if cluster.transport == "auto":
+        choice = choose_for_all(pairs)
+        if not choice.transport:
+            reasons = "; ".join(f"{one.transport}: {one.reason}" for one in choice.passed_over)
+            raise ConfigError(f"no transport connects all nodes: {reasons}")
+        return choice
+    # Ray may not be running yet: its executor starts it.
+    reason = "" if cluster.transport == "ray" else reason_against(cluster.transport, pairs)
+    if reason:
+        raise ConfigError(f"cluster.transport {cluster.transport} cannot be used: {reason}")
+    return Choice(cluster.transport)
+
+
+def _pairs(cluster: ClusterConfig) -> list[tuple[Offer, Offer]]:
+    """Who exchanges data with whom: the scheduler with every node, and the roles of a request's
+    way with one another."""
+    scheduler = offer("scheduler")
+    names = node_names(cluster)
+    ends = {
+        name: offer(name, None if cluster.executor == "local" else name)
+        for role in names
+        for name in names[role]
+    }
+    pairs = [(scheduler, end) for end in ends.values()]
+    for one, other in _PARTNERS:
+        pairs += [(ends[a], ends[b]) for a in names.get(one, ()) for b in names.get(other, ())]
+    return pairs
+
+
+_PARTNERS = (
+    (roles.PREFILL, roles.DECODE),
+    (roles.PREFILL, roles.ATTENTION),
+    (roles.DENSE, roles.ATTENTION),
+)
 
 
 def with_secret(cluster: ClusterConfig) -> ClusterConfig:
@@ -47,10 +86,16 @@ def role_counts(cluster: ClusterConfig) -> dict[str, int]:
     }
 
 
-def node_configs(cluster: ClusterConfig, model: ModelConfig) -> list[NodeConfig]:
-    """One config per node; names are ``<role>-<index>``."""
+def node_names(cluster: ClusterConfig) -> dict[str, tuple[str, ...]]:
+    """Names by role: ``<role>-<index>``."""
     counts = role_counts(cluster)
-    names = {role: tuple(f"{role}-{i}" for i in range(count)) for role, count in counts.items()}
+    return {role: tuple(f"{role}-{i}" for i in range(count)) for role, count in counts.items()}
+
+
+def node_configs(cluster: ClusterConfig, model: ModelConfig) -> list[NodeConfig]:
+    """One config per node, on the transport that ``cluster`` names."""
+    assert cluster.transport != "auto", "choose a transport first"
+    names = node_names(cluster)
     threads = cluster.threads or usable_cores()
     return [
         NodeConfig(
@@ -58,7 +103,7 @@ def node_configs(cluster: ClusterConfig, model: ModelConfig) -> list[NodeConfig]
             role=role,
             model=model,
             cache=cluster.cache,
-            transport=transport_of(cluster),
+            transport=cluster.transport,
             network=cluster.network,
             attention_backend=cluster.attention_backend,
             threads=threads,
@@ -67,6 +112,6 @@ def node_configs(cluster: ClusterConfig, model: ModelConfig) -> list[NodeConfig]
             dense_nodes=names.get(roles.DENSE, ()),
             attention_nodes=names.get(roles.ATTENTION, ()),
         )
-        for role in counts
+        for role in names
         for name in names[role]
     ]

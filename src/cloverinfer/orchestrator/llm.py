@@ -13,6 +13,7 @@ import msgspec
 
 from ..config.cluster import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig
 from ..config.load import check_node_counts, hint
+from ..config.network import NetworkConfig
 from ..core.errors import CloverError, ConfigError, RequestError
 from ..core.logprobs import TokenLogprobs
 from ..core.sampling import SamplingParams
@@ -22,7 +23,7 @@ from .live import Chunk, Sink
 
 LONG_TEXT = 2000
 """Characters whose tokenization takes about as long as a detour through a thread."""
-_CONFIGS = (ModelConfig, ClusterConfig, CacheConfig, SchedulerConfig)
+_CONFIGS = (ModelConfig, ClusterConfig, CacheConfig, SchedulerConfig, NetworkConfig)
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,14 @@ class AsyncLLM:
     def nodes(self) -> list[dict[str, Any]]:
         """One row per node: name, role, pid, device, transport, and what it did so far."""
         return self._engine.nodes()
+
+    def cluster_info(self) -> dict[str, Any]:
+        """What the engine is made of, as plain values: ``model``, ``max_model_len``, ``topology``,
+        ``executor``; ``transport``: its ``name``, ``passed_over`` (a ``transport`` and a ``reason``
+        for each one that comes earlier in the order) and ``checksum``; ``nodes``: the rows of
+        ``nodes()`` with ``kv_blocks_used`` of ``kv_blocks``. From any thread.
+        """
+        return self._engine.cluster_info()
 
     async def stream(
         self, prompt: str | list[int], sampling: SamplingParams, request_id: str | None = None
@@ -155,8 +164,8 @@ class AsyncLLM:
 class LLM:
     """A cluster for scripts: ``LLM(model, topology="pda", executor="local").generate(prompts)``.
 
-    Further keywords are fields of ``ModelConfig``, ``ClusterConfig``, ``CacheConfig`` and
-    ``SchedulerConfig``. Needs no Ray unless ``executor="ray"``.
+    Further keywords are fields of ``ModelConfig``, ``ClusterConfig``, ``CacheConfig``,
+    ``SchedulerConfig`` and ``NetworkConfig``. Needs no Ray unless ``executor="ray"``.
     """
 
     def __init__(
@@ -287,7 +296,7 @@ def _configs(model: ModelConfig | str, fields: dict[str, Any]) -> tuple[ModelCon
         return {name: left.pop(name) for name in kind.__struct_fields__ if name in left}
 
     cluster: dict[str, Any] = take(ClusterConfig)
-    for section in ("cache", "scheduler"):
+    for section in ("cache", "scheduler", "network"):
         kind = type(getattr(ClusterConfig(), section))
         given = take(kind)
         if given:

@@ -5,8 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from ..scheduler import StepRecord
+from ..transport.choice import Choice
 from ..wire.messages import AttentionDone, NodeInfo, StepDone, TransferDone
+
+
+def transport_info(choice: Choice, checksum: str) -> dict[str, Any]:
+    """Which transport connects the nodes, and why not each that would have been faster."""
+    return {
+        "name": choice.transport,
+        "passed_over": [msgspec.structs.asdict(one) for one in choice.passed_over],
+        "checksum": checksum,
+    }
 
 
 class NodeReports:

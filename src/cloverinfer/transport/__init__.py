@@ -12,7 +12,7 @@ from .base import (
     Slices,
     Ticket,
 )
-from .registry import create_endpoint, missing, transport_names
+from .registry import capabilities, create_endpoint, missing, transport_names
 
 __all__ = [
     "Capabilities",
@@ -25,6 +25,7 @@ __all__ = [
     "RegionRef",
     "Slices",
     "Ticket",
+    "capabilities",
     "create_endpoint",
     "missing",
     "transport_names",

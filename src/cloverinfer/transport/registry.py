@@ -7,7 +7,7 @@ from types import ModuleType
 
 from ..config.network import NetworkConfig
 from ..core.errors import ConfigError
-from .base import Endpoint
+from .base import Capabilities, Endpoint
 
 _CLASSES = {
     "inproc": "InprocEndpoint",
@@ -31,6 +31,12 @@ def create_endpoint(transport: str, name: str, network: NetworkConfig | None = N
 def missing(transport: str) -> str:
     """Why this host cannot use the transport; empty where it can."""
     return str(_module(transport).missing())
+
+
+def capabilities(transport: str) -> Capabilities:
+    """What a transport can do, without an endpoint of it."""
+    made: Capabilities = getattr(_module(transport), _CLASSES[transport]).capabilities
+    return made
 
 
 def _module(transport: str) -> ModuleType:
