@@ -18,6 +18,7 @@ from ..core.errors import CloverError, ConfigError, RequestError
 from ..core.logprobs import TokenLogprobs
 from ..core.sampling import SamplingParams
 from ..models import Tokenizer
+from .delivery import Couriers, Inbox
 from .engine import Engine
 from .live import Chunk, Sink
 
@@ -53,6 +54,7 @@ class AsyncLLM:
         """Blocks until all nodes are ready; raises a ``CloverError`` that says why they are not."""
         config = ModelConfig(model_path=model) if isinstance(model, str) else model
         self._engine = Engine(config, cluster or ClusterConfig(), progress or (lambda line: None))
+        self._couriers = Couriers()
         self._finalizer = weakref.finalize(self, self._engine.close)
 
     @property
@@ -97,11 +99,12 @@ class AsyncLLM:
         early aborts the request.
         """
         loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[Chunk | CloverError] = asyncio.Queue()
+        courier = self._couriers.of(loop)
+        arrived = Inbox(loop)
 
         def sink(item: Chunk | CloverError) -> None:
             # Raises where the loop has been closed under us, which ends the request.
-            loop.call_soon_threadsafe(arrived.put_nowait, item)
+            courier.put(arrived, item)
 
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             # In a thread: it must not stall the streams of others on this loop.
@@ -110,7 +113,7 @@ class AsyncLLM:
         over = False
         try:
             while not over:
-                item = await arrived.get()
+                item: Chunk | CloverError = await arrived.get()
                 over = isinstance(item, CloverError) or item.finish_reason is not None
                 if isinstance(item, CloverError):
                     raise item

@@ -22,7 +22,7 @@ from .errors import ApiError, classify, error_body
 from .logprobs import Speller
 from .protocol import Body, CompletionRequest
 from .render import ChatForm, Choice, CompletionForm, Form, usage_of
-from .streams import DONE, ClientGoneError, EventStream, event, fan_in
+from .streams import DONE, Batch, ClientGoneError, EventStream, event, fan_in
 from .tools import ToolParser, create_parser
 from .tools.forced import NamedParser, RequiredParser, required_schema
 
@@ -143,7 +143,7 @@ class Generation:
                 return await _whole(job, chunks)
             # The first chunk is awaited here: a request refused by the engine gets its status.
             first = await anext(chunks)
-            _raise_failed(first[1])
+            _raise_failed(first[0][1])
         except ClientGoneError:
             job.note("disconnect")
             return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -301,13 +301,14 @@ def _echoed(job: Job) -> Response:
     return EventStream(events())
 
 
-async def _whole(job: Job, chunks: AsyncGenerator[tuple[int, Chunk], None]) -> Response:
+async def _whole(job: Job, chunks: AsyncGenerator[Batch, None]) -> Response:
     try:
         for choice in job.choices:
             choice.begin()
-        async for index, chunk in chunks:
-            _raise_failed(chunk)
-            job.choices[index].add(chunk)
+        async for batch in chunks:
+            for index, chunk in batch:
+                _raise_failed(chunk)
+                job.choices[index].add(chunk)
     finally:
         await chunks.aclose()
     job.note()
@@ -332,23 +333,23 @@ def _with_usage(job: Job, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _events(
-    job: Job, first: tuple[int, Chunk], chunks: AsyncGenerator[tuple[int, Chunk], None]
+    job: Job, first: Batch, chunks: AsyncGenerator[Batch, None]
 ) -> AsyncGenerator[bytes, None]:
-    """The stream's events. One that fails half-way ends in an error event and nothing after it."""
+    """The stream's events, those that are ready at once in one piece. One that fails half-way ends
+    in an error event and nothing after it."""
     form, finish = job.form, "disconnect"
     try:
         for index, choice in enumerate(job.choices):
             opening = form.opening(index, choice)
             if opening is not None:
                 yield event(_with_usage(job, opening))
-        async for index, chunk in _chain(first, chunks):
-            if chunk.finish_reason in ("error", "abort"):
+        async for batch in _chain(first, chunks):
+            data, failed = _batch_events(job, batch)
+            if data:
+                yield data
+            if failed:
                 finish = "error"
-                yield event(error_body(_failure(chunk), "server_error", code="generation_failed"))
                 return
-            piece = job.choices[index].add(chunk)
-            if not piece.empty:
-                yield event(_with_usage(job, form.event(index, piece)))
         finish = ""
     except CloverError as error:
         finish = "error"
@@ -362,9 +363,20 @@ async def _events(
     yield DONE
 
 
-async def _chain(
-    first: tuple[int, Chunk], rest: AsyncGenerator[tuple[int, Chunk], None]
-) -> AsyncGenerator[tuple[int, Chunk], None]:
+def _batch_events(job: Job, batch: Batch) -> tuple[bytes, bool]:
+    """The events of some chunks; and whether the last one tells of a failure."""
+    events = []
+    for index, chunk in batch:
+        if chunk.finish_reason in ("error", "abort"):
+            body = error_body(_failure(chunk), "server_error", code="generation_failed")
+            return b"".join([*events, event(body)]), True
+        piece = job.choices[index].add(chunk)
+        if not piece.empty:
+            events.append(event(_with_usage(job, job.form.event(index, piece))))
+    return b"".join(events), False
+
+
+async def _chain(first: Batch, rest: AsyncGenerator[Batch, None]) -> AsyncGenerator[Batch, None]:
     yield first
-    async for item in rest:
-        yield item
+    async for batch in rest:
+        yield batch

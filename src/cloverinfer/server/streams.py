@@ -6,7 +6,7 @@ A stream is closed, which aborts its request, however the carrying ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Any
 
 import anyio
@@ -29,37 +29,78 @@ def event(payload: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(payload) + b"\n\n"
 
 
+Batch = list[tuple[int, Chunk]]
+"""Chunks that came together, each with the index of its stream."""
+
+
 async def fan_in(
     receive: Receive, streams: Sequence[AsyncGenerator[Chunk, None]], cut: asyncio.Event
-) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """Chunks of all streams as they come, each with the index of its stream.
+) -> AsyncGenerator[Batch, None]:
+    """Chunks of all streams as they come, all that are ready at once.
 
     Raises ``ClientGoneError`` as soon as the client disconnects, ``EngineClosedError`` once ``cut``
     is set, and whatever a stream raises.
     """
-    gone = asyncio.ensure_future(_disconnect(receive))
-    over = asyncio.ensure_future(cut.wait())
-    pending: dict[asyncio.Future[Any], int] = {
-        asyncio.ensure_future(anext(stream)): i for i, stream in enumerate(streams)
-    }
+    mix = _Mix(len(streams))
+    closed = EngineClosedError("the server is shutting down")
+    tasks = [
+        asyncio.ensure_future(mix.end_with(ClientGoneError(), _disconnect(receive))),
+        asyncio.ensure_future(mix.end_with(closed, cut.wait())),
+    ]
+    tasks += [asyncio.ensure_future(mix.pump(i, stream)) for i, stream in enumerate(streams)]
     try:
-        while pending:
-            tasks = {gone, over, *pending}
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if gone in done:
-                raise ClientGoneError
-            if over in done:
-                raise EngineClosedError("the server is shutting down")
-            for task in done:
-                index = pending.pop(task)
-                try:
-                    chunk = task.result()
-                except StopAsyncIteration:
-                    continue
-                pending[asyncio.ensure_future(anext(streams[index]))] = index
-                yield index, chunk
+        while batch := await mix.batch():
+            yield batch
     finally:
-        await _end([gone, over, *pending], streams)
+        await _end(tasks, streams)
+
+
+class _Mix:
+    """What several tasks bring for one reader: no task or wake-up is made per chunk that waits."""
+
+    def __init__(self, streams: int) -> None:
+        self._running = streams
+        self._ready: Batch = []
+        self._end: BaseException | None = None
+        """Raised to the reader at once."""
+        self._problem: BaseException | None = None
+        """Raised to the reader after what came before it."""
+        self._reader: asyncio.Future[None] | None = None
+
+    async def pump(self, index: int, stream: AsyncGenerator[Chunk, None]) -> None:
+        try:
+            async for chunk in stream:
+                self._ready.append((index, chunk))
+                self._wake()
+        except Exception as problem:
+            self._problem = problem  # the reader's, whose request it is
+        finally:
+            self._running -= 1
+            self._wake()
+
+    async def end_with(self, end: Exception, event: Awaitable[Any]) -> None:
+        await event
+        self._end = self._end or end
+        self._wake()
+
+    async def batch(self) -> Batch:
+        """What is ready; empty once all streams have ended."""
+        while True:
+            if self._end is not None:
+                raise self._end
+            if self._ready:
+                ready, self._ready = self._ready, []
+                return ready
+            if self._problem is not None:
+                raise self._problem
+            if not self._running:
+                return []
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 async def _disconnect(receive: Receive) -> None:
