@@ -1,1 +1,1 @@
-"""Measures what a user feels: load on a server or an engine, and what came of it. Knows no nodes."""
+"""Measures what a user feels: load on a server or an engine, and what came of it."""
