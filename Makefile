@@ -1,6 +1,7 @@
 # setup   makes .venv, installs the pinned requirements and builds the native part
 # run     answers a chat prompt with three nodes under an embedded Ray (PROMPT="..." to ask else)
 # test    all test tiers        lint   every check on style and structure
+# test-nixl  the tests of the nixl transport, with NIXL in build/nixl
 # bench   quick benchmarks      clean  removes what was built (.venv with it)
 
 SHELL := /bin/bash
@@ -17,7 +18,7 @@ BUILD_REQUIREMENTS := scikit-build-core pybind11 cmake ninja
 NATIVE := CMakeLists.txt $(shell find csrc -type f)
 TIERS := $(foreach tier,unit contract kernels integration e2e,$(wildcard tests/$(tier)))
 
-.PHONY: setup run test lint bench clean format check-resolve
+.PHONY: setup run test test-nixl lint bench clean format check-resolve
 
 setup: $(VENV)/.native
 
@@ -54,6 +55,19 @@ run: setup
 
 test: setup
 	@$(BIN)/python -m pytest $(TIERS)
+
+# NIXL in a venv of its own over the one of `setup`, which stays as it is.
+build/nixl/.made: $(VENV)/.native constraints.txt
+	@echo "==> installing NIXL into build/nixl (once)"
+	@"$(BIN)/python" -m venv --without-pip build/nixl
+	@site=$$(build/nixl/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	  below=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	  echo "import site; site.addsitedir('$$below')" > "$$site/below.pth"; \
+	  $(PIP) install --quiet --no-deps -c constraints.txt --target "$$site" nixl-cu12
+	@touch $@
+
+test-nixl: setup build/nixl/.made
+	@build/nixl/bin/python -m pytest -m "not ray" -k nixl tests/unit tests/contract tests/integration
 
 lint: setup
 	$(BIN)/ruff check .

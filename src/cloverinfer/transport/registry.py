@@ -13,6 +13,7 @@ _CLASSES = {
     "inproc": "InprocEndpoint",
     "shm": "ShmEndpoint",
     "ray": "RayEndpoint",
+    "nixl": "NixlEndpoint",
     "null": "NullEndpoint",
 }
 
