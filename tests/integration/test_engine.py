@@ -280,7 +280,7 @@ def test_a_forked_child_leaves_the_cluster_alone(model):
 
 def test_names_of_requests_are_strings_and_do_not_collide(llm):
     seen = []
-    with pytest.raises(RequestError, match="request id"):
+    with pytest.raises(RequestError, match="request_id"):
         llm.engine.submit([1], GREEDY, seen.append, request_id=[1])
     llm.engine.submit([1], GREEDY, seen.append, request_id="request-3")
     assert [len(done.token_ids) for done in llm.generate([[1], [2], [3]], GREEDY)] == [8, 8, 8]

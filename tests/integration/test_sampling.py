@@ -7,7 +7,7 @@ from tests.tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
 
 from cloverinfer import LLM, ModelConfig, SamplingParams
-from cloverinfer.core.errors import RequestError
+from cloverinfer.core.errors import QueueFullError, RequestError
 
 TOPOLOGIES = ["colocated", "pd", "pda"]
 PROMPTS = [[5, 6, 7], [9], list(range(1, 40)), [3, 3, 3, 3]]
@@ -165,6 +165,57 @@ def test_a_bias_outside_the_vocabulary_is_refused(llm):
     with pytest.raises(RequestError, match="logit_bias: token id 96 is not in") as caught:
         llm.generate([[1]], asked(logit_bias={96: 1.0}))
     assert caught.value.param == "logit_bias"
+
+
+def test_several_sequences_read_their_prompt_once(llm):
+    prompt = list(range(1, 40))
+    params = asked(n=3, temperature=2.0, seed=9)
+    (done,) = llm.generate([prompt], params)
+    each = [done, *done.alternatives]
+    alone = [
+        llm.generate([prompt], asked(temperature=2.0, seed=9 + i))[0].token_ids for i in range(3)
+    ]
+    assert [one.token_ids for one in each] == alone
+    assert len({tuple(tokens) for tokens in alone}) == 3
+    assert [one.metrics["cached_tokens"] >= 32 for one in each] == [False, True, True]
+
+
+def test_sequences_stream_by_index_and_end_together_when_cancelled(llm):
+    chunks = list(llm.engine.stream_sync([5, 6], asked(n=4, temperature=1.0)))
+    for index in range(4):
+        mine = [chunk for chunk in chunks if chunk.index == index]
+        assert sum(len(chunk.token_ids) for chunk in mine) == 12
+        assert [chunk.finish_reason for chunk in mine[:-1]] == [None] * (len(mine) - 1)
+        assert mine[-1].finish_reason == "length"
+    for seen in (1, 5):
+        stream = llm.engine.stream_sync([5, 6], asked(n=4, max_tokens=400))
+        for _ in range(seen):
+            next(stream)
+        stream.close()
+    check_idle(llm)
+
+
+def test_many_sequences_pass_through_a_short_queue(folder):
+    model = ModelConfig(model_path=folder, dtype="float32")
+    with LLM(model, topology="colocated", num_blocks=64, max_queue=4) as llm:
+        done = llm.generate([[1, 2], [3], [4, 5]], asked(n=4, temperature=1.0))
+        assert [len(one.alternatives) for one in done] == [3, 3, 3]
+        with pytest.raises(QueueFullError):
+            llm.generate([[1, 2]], asked(n=100, temperature=1.0))
+        check_idle(llm)
+
+
+def test_a_salt_and_a_priority_change_no_tokens(llm):
+    plain = llm.generate(PROMPTS, asked())
+    salted = llm.generate(PROMPTS, asked(), priority=[3, 0, -2, 0], cache_salt="mine")
+    assert [one.token_ids for one in salted] == [one.token_ids for one in plain]
+    assert salted[2].metrics["cached_tokens"] == 0
+    again = llm.generate(PROMPTS, asked(), cache_salt="mine")
+    assert again[2].metrics["cached_tokens"] > 0
+    for wrong in ({"priority": "high"}, {"cache_salt": ""}, {"cache_salt": 3}):
+        with pytest.raises(RequestError) as caught:
+            llm.engine.submit([1], asked(), print, **wrong)
+        assert caught.value.param == next(iter(wrong))
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cloverinfer.kvcache.manager import KVCacheManager
 from cloverinfer.kvcache.pool import BlockPool
-from cloverinfer.kvcache.prefix import block_key
+from cloverinfer.kvcache.prefix import block_key, root_key
 
 BLOCKS, SIZE = 7, 2
 
@@ -215,6 +215,7 @@ def test_keys_depend_on_the_whole_prefix() -> None:
     first = block_key(b"", [1, 2])
     assert block_key(first, [3, 4]) != block_key(b"", [3, 4])
     assert block_key(b"", [1, 2]) == first
+    assert len({root_key(None), root_key(""), root_key("a"), root_key("b")}) == 4
     assert len(first) == 32
 
 

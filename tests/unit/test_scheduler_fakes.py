@@ -251,6 +251,13 @@ class Cluster:
         for join in plan.joins:
             assert join.request not in node.known, "joined twice"
             assert join.request in plan.rows
+            shaping = join.sampling.shaping
+            assert len(join.before) == (join.start if shaping is not None else 0)
+            known = join.before + join.tokens
+            truth = self.truth[join.request]
+            assert known == [
+                truth.token(join.start * (shaping is None) + i) for i in range(len(known))
+            ]
             once = node.name, join.request, join.incarnation
             assert once not in self.joined, "an incarnation joined twice"
             self.joined.add(once)

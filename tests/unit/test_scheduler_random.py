@@ -44,13 +44,17 @@ def build(topology: str, rng: random.Random) -> Cluster:
 def random_request(number: int, rng: random.Random) -> Request:
     prefix = rng.choice(PREFIXES)[: rng.randrange(0, 20)]
     prompt = prefix + [rng.randrange(1, 30) for _ in range(rng.randrange(0 if prefix else 1, 5))]
-    return make_request(
+    request = make_request(
         number,
         prompt,
         max_tokens=rng.randrange(1, 18),
         ignore_eos=rng.random() < 0.7,
         stop_token_ids=(5,) if rng.random() < 0.2 else (),
+        presence_penalty=rng.choice((0.0, 0.0, 1.0)),
     )
+    request.priority = rng.choice((0, 0, 0, -1, 2))
+    request.cache_salt = rng.choice((None, None, "salt"))
+    return request
 
 
 def play(cluster: Cluster, rng: random.Random, count: int, faults: bool = False) -> None:

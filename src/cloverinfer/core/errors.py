@@ -67,9 +67,9 @@ def describe(problem: BaseException) -> str:
     )
 
 
-def check_text(text: str) -> None:
+def check_text(text: str, param: str = "prompt") -> None:
     """``RequestError`` for text that no tokenizer can read (a lone surrogate)."""
     try:
         text.encode()
     except UnicodeEncodeError as problem:
-        raise RequestError("the prompt is not valid Unicode text", "prompt") from problem
+        raise RequestError(f"the {param} is not valid Unicode text", param) from problem

@@ -47,6 +47,10 @@ class Request:
     seed: int = 0
     """``sampling.seed``, or the seed drawn for this request at arrival."""
     eos_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    """Lower is served sooner, and preempted later."""
+    cache_salt: str | None = None
+    """Cached prefixes are shared with requests of the same salt only."""
     bad_words: list[list[int]] = field(default_factory=list)
     """``sampling.bad_words`` as tokens."""
     output_token_ids: list[int] = field(default_factory=list)

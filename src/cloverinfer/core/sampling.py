@@ -10,6 +10,7 @@ import msgspec
 
 from .errors import RequestError
 
+MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 256
 MAX_LOGIT_BIASES = 1024
@@ -24,6 +25,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ``docs/sampling.md`` says in which order they take effect.
     """
 
+    n: int = 1
+    """Sequences to generate from the prompt, 1 to 128."""
     max_tokens: int = 128
     """Most tokens to generate, at least 1."""
     min_tokens: int = 0
@@ -78,6 +81,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 "min_tokens",
             )
 
+    def each(self) -> list[SamplingParams]:
+        """The parameters of each of the ``n`` sequences: that of index i has the seed plus i."""
+        if self.n == 1:
+            return [self]
+        seeds = [None if self.seed is None else _wrapped(self.seed + i) for i in range(self.n)]
+        return [msgspec.structs.replace(self, n=1, seed=seed) for seed in seeds]
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
@@ -95,6 +105,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def penalises(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+def _wrapped(seed: int) -> int:
+    """Kept in 64 bits."""
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def _is_int(value: object) -> bool:
@@ -150,6 +165,7 @@ def _or_none(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("n", _whole(1, MAX_N), f"an integer from 1 to {MAX_N}"),
     ("max_tokens", _whole(1, MOST), f"an integer from 1 to {MOST}"),
     ("min_tokens", _whole(0, MOST), "an integer from 0 to max_tokens"),
     ("temperature", _real(0, 100), "a number in [0, 100]"),

@@ -62,13 +62,15 @@ class KVCacheManager:
         """Free blocks, the cached ones included."""
         return self.pool.num_free
 
-    def keys(self, token_ids: Sequence[int]) -> list[bytes]:
+    def keys(self, token_ids: Sequence[int], salt: str | None = None) -> list[bytes]:
         """Keys of the full blocks of ``token_ids``, the same for every pool of this block size;
-        empty with caching off. Passing them to the methods below spares computing them again.
+        empty with caching off. Blocks are shared between requests of one ``salt`` only. Passing
+        the keys to the methods below spares computing them again.
         """
         keys: list[bytes] = []
         if self.caching:
-            extend_keys(keys, token_ids, self.block_size, len(token_ids) // self.block_size)
+            count = len(token_ids) // self.block_size
+            extend_keys(keys, token_ids, self.block_size, count, salt)
         return keys
 
     def match_prefix(
@@ -129,7 +131,13 @@ class KVCacheManager:
             return None
         return self._grow(table, num_tokens)
 
-    def confirm(self, number: int, token_ids: Sequence[int], num_computed: int) -> None:
+    def confirm(
+        self,
+        number: int,
+        token_ids: Sequence[int],
+        num_computed: int,
+        salt: str | None = None,
+    ) -> None:
         """Makes full blocks among the first ``num_computed`` tokens findable.
 
         ``token_ids`` are the request's tokens from position 0 on; all of the first
@@ -140,7 +148,7 @@ class KVCacheManager:
         table = self._tables[number]
         full = num_computed // self.block_size
         assert full <= len(table.blocks), f"request {number} has no block for {num_computed} tokens"
-        extend_keys(table.keys, token_ids, self.block_size, full)
+        extend_keys(table.keys, token_ids, self.block_size, full, salt)
         for i in range(table.num_confirmed, full):
             self.pool.set_key(table.blocks[i], table.keys[i])
         table.num_confirmed = max(table.num_confirmed, full)

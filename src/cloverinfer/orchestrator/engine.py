@@ -6,6 +6,7 @@ hands them chunks through their sinks. Only the engine's thread touches the sche
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -36,7 +37,7 @@ from ..wire.messages import (
 )
 from .cluster import Cluster
 from .intake import Intake
-from .live import Chunk, Live, Sink
+from .live import Chunk, Live, RequestOptions, Sink
 from .metrics import DenseStep, StatsLog, request_metrics
 from .reports import NodeReports, transport_info
 
@@ -72,7 +73,8 @@ class Engine:
         self._planned: dict[tuple[str, int, int], StepRecord] = {}
         self._live: dict[int, Live] = {}
         self._touched: dict[int, Live] = {}
-        self._by_id: dict[str, int] = {}
+        self._groups: dict[str, set[int]] = {}
+        """Numbers of live requests by the name that their client knows."""
         self._numbers = itertools.count(1)
         self._seed = model.seed
         self.cluster = Cluster(model, cluster, progress)
@@ -108,22 +110,36 @@ class Engine:
         prompt: str | list[int],
         sampling: SamplingParams,
         sink: Sink,
-        request_id: str | None = None,
+        options: RequestOptions | None = None,
     ) -> str:
         """Begins a request and returns its id. Raises ``RequestError`` or ``EngineClosedError`` at
         once for what can be known at once; the rest reaches the sink."""
-        if request_id is not None and not isinstance(request_id, str):
-            raise RequestError(f"a request id is a string, not {request_id!r}", "request_id")
         token_ids = self.tokens(prompt)
         self._intake.check(sampling)
         self._check_open()
-        number = next(self._numbers)
-        name = request_id or f"request-{number}-{secrets.token_hex(4)}"
-        request = self._intake.request(number, name, token_ids, sampling, self.clock())
-        live = Live(request, sink, self._intake.text_stream(sampling))
-        if not self._command(lambda now: self._admit(live, now)):
-            self._check_open()
-        return name
+        first, *others = self._lives(token_ids, sampling, sink, options or RequestOptions())
+        # Those that share a prompt wait for the first to read it, and find it in prefix caches.
+        if self.config.cache.enable_prefix_caching:
+            first.followers, others = others, []
+        for live in (first, *others):
+            if not self._command(functools.partial(self._admit, live)):
+                self._check_open()
+        return first.group
+
+    def _lives(
+        self, token_ids: list[int], sampling: SamplingParams, sink: Sink, options: RequestOptions
+    ) -> list[Live]:
+        """One for each of the ``n`` sequences."""
+        lives: list[Live] = []
+        group = options.request_id or f"request-{secrets.token_hex(8)}"
+        for index, params in enumerate(sampling.each()):
+            name = f"{group}-{index}" if index else group
+            number = next(self._numbers)
+            request = self._intake.request(number, name, token_ids, params, self.clock())
+            request.priority, request.cache_salt = options.priority, options.cache_salt
+            stream = self._intake.text_stream(params)
+            lives.append(Live(request, sink, stream, group, index))
+        return lives
 
     def abort(self, request_id: str) -> None:
         """Ends a request wherever it is; one that is unknown or over is left alone."""
@@ -276,19 +292,19 @@ class Engine:
         request = live.request
         try:
             self._check_open()
-            if request.request_id in self._by_id:
-                raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
+            if live.index == 0 and live.group in self._groups:
+                raise RequestError(f"request id {live.group!r} is in use", "request_id")
             self._scheduler.add(request, now)
         except CloverError as problem:
             self._hand(live, problem)
             return
         self._live[request.number] = live
-        self._by_id[request.request_id] = request.number
+        self._groups.setdefault(live.group, set()).add(request.number)
 
     def _abort(self, request_id: str, now: float) -> None:
-        number = self._by_id.get(request_id)
-        if number is not None and not self._over:
-            self._scheduler.abort(number, now)
+        if not self._over:
+            for number in self._groups.get(request_id, ()):
+                self._scheduler.abort(number, now)
 
     def _on_message(self, message: Message, now: float) -> None:
         scheduler = self._scheduler
@@ -339,17 +355,33 @@ class Engine:
         number = event.request.number
         live = self._touched[number] = self._live[number]
         live.hear(event)
+        self._begin_followers(live, now)
         if live.stream.stopped and not event.request.finished:
             self._scheduler.finish(number, "stop", now)
+
+    def _begin_followers(self, live: Live, now: float) -> None:
+        followers, live.followers = live.followers, []
+        for other in followers:
+            self._admit(other, now)
+
+    def _leave_group(self, live: Live) -> None:
+        group = self._groups[live.group]
+        group.discard(live.request.number)
+        if not group:
+            del self._groups[live.group]
 
     def _deliver(self, now: float) -> None:
         """Hands out what is new of each request, and the last of those that ended."""
         ended = self._scheduler.drain_finished()
         for request in ended:
             live = self._live.pop(request.number)
-            self._by_id.pop(request.request_id)
             self._touched.pop(request.number, None)
+            self._leave_group(live)
             self._hand(live, live.last_chunk(request_metrics(request, now, self._stats)))
+            for other in live.followers:  # it ended before it had read the prompt
+                other.request.finish_reason, other.request.error = live.ending
+                metrics = request_metrics(other.request, now, self._stats)
+                self._hand(other, other.last_chunk(metrics))
         for live in self._touched.values():
             self._hand(live, live.chunk())
         self._touched.clear()

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Union
 
-from ..core.errors import CloverError
+from ..core.errors import CloverError, RequestError, check_text
 from ..core.logprobs import TokenLogprobs
 from ..core.request import Request
+from ..core.sampling import MOST
 from ..scheduler import TokenEvent
 from .text import TextStream
 
@@ -29,6 +30,30 @@ class Chunk:
     stop_reason: int | str | None = None
     """On the last chunk: the stop string or stop token that ended it; None for an end of
     sequence."""
+    index: int = 0
+    """Which of the ``n`` sequences of the request it belongs to."""
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What a request may say beside its prompt and sampling; checked on construction."""
+
+    request_id: str | None = None
+    """A name of the caller's; None: one is made."""
+    priority: int = 0
+    """Lower is served sooner."""
+    cache_salt: str | None = None
+    """Cached prefixes are shared with requests of the same salt only."""
+
+    def __post_init__(self) -> None:
+        for name in ("request_id", "cache_salt"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise RequestError(f"{name} must be a non-empty string, not {value!r}", name)
+            if value is not None:
+                check_text(value, name)
+        if type(self.priority) is not int or abs(self.priority) > MOST:
+            raise RequestError(f"priority must be an integer, not {self.priority!r}", "priority")
 
 
 Sink = Callable[[Union[Chunk, CloverError]], None]
@@ -42,6 +67,11 @@ class Live:
     request: Request
     sink: Sink
     stream: TextStream
+    group: str
+    """The name that its client knows it by; the same for all sequences of one prompt."""
+    index: int = 0
+    followers: list[Live] = field(default_factory=list)
+    """Sequences of the same prompt that begin once this one has read it."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -59,6 +89,11 @@ class Live:
     def chunk(self) -> Chunk:
         """All that has not been handed out."""
         return Chunk(**self._take())
+
+    @property
+    def ending(self) -> tuple[str | None, str | None]:
+        """Why it ended: reason and error."""
+        return self.request.finish_reason, self.request.error
 
     def last_chunk(self, metrics: dict[str, Any]) -> Chunk:
         """The end of a request that is over."""
@@ -81,6 +116,7 @@ class Live:
             "text": self.text,
             "token_ids": self.token_ids,
             "logprobs": self.logprobs if wanted else None,
+            "index": self.index,
         }
         self.text, self.token_ids, self.logprobs = "", [], []
         return new

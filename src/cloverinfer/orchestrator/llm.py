@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import queue
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Union
 
 import msgspec
 
@@ -20,7 +21,7 @@ from ..core.sampling import SamplingParams
 from ..models import Tokenizer
 from .delivery import Couriers, Inbox
 from .engine import Engine
-from .live import Chunk, Sink
+from .live import Chunk, RequestOptions, Sink
 
 LONG_TEXT = 2000
 """Characters whose tokenization takes about as long as a detour through a thread."""
@@ -40,6 +41,26 @@ class Completion:
     """One for each of ``token_ids``, where asked for."""
     stop_reason: int | str | None = None
     """The stop string or stop token that ended it; None for an end of sequence."""
+    alternatives: tuple[Completion, ...] = ()
+    """The others of the ``n`` sequences of its prompt, in order."""
+
+
+class _Left:
+    """How many of a request's sequences have not ended; true while there are any."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __bool__(self) -> bool:
+        return self._count > 0
+
+    def take(self, item: Chunk | CloverError) -> Chunk:
+        """The chunk; raises the error, after which nothing comes."""
+        if isinstance(item, CloverError):
+            self._count = 0
+            raise item
+        self._count -= item.finish_reason is not None
+        return item
 
 
 class AsyncLLM:
@@ -91,9 +112,16 @@ class AsyncLLM:
         return self._engine.cluster_info()
 
     async def stream(
-        self, prompt: str | list[int], sampling: SamplingParams, request_id: str | None = None
+        self,
+        prompt: str | list[int],
+        sampling: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """Chunks as they come, the last with ``finish_reason`` and metrics.
+        """Chunks as they come, the last of each of the ``n`` sequences with ``finish_reason`` and
+        metrics. A lower ``priority`` is served sooner; cached prefixes are shared with requests of
+        the same ``cache_salt`` only.
 
         Raises ``RequestError``, ``QueueFullError`` or ``EngineClosedError``. Closing the generator
         early aborts the request.
@@ -109,17 +137,14 @@ class AsyncLLM:
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             # In a thread: it must not stall the streams of others on this loop.
             prompt = await asyncio.to_thread(self._engine.tokens, prompt)
-        name = self._engine.submit(prompt, sampling, sink, request_id)
-        over = False
+        options = RequestOptions(request_id, priority, cache_salt)
+        name = self._engine.submit(prompt, sampling, sink, options)
+        left = _Left(sampling.n)
         try:
-            while not over:
-                item: Chunk | CloverError = await arrived.get()
-                over = isinstance(item, CloverError) or item.finish_reason is not None
-                if isinstance(item, CloverError):
-                    raise item
-                yield item
+            while left:
+                yield left.take(await arrived.get())
         finally:
-            if not over:
+            if left:
                 self._engine.abort(name)
 
     def stream_sync(
@@ -128,16 +153,12 @@ class AsyncLLM:
         """``stream`` for scripts without an event loop."""
         arrived: queue.SimpleQueue[Chunk | CloverError] = queue.SimpleQueue()
         name = self._engine.submit(prompt, sampling, arrived.put)
-        over = False
+        left = _Left(sampling.n)
         try:
-            while not over:
-                item = arrived.get()
-                over = isinstance(item, CloverError) or item.finish_reason is not None
-                if isinstance(item, CloverError):
-                    raise item
-                yield item
+            while left:
+                yield left.take(arrived.get())
         finally:
-            if not over:
+            if left:
                 self._engine.abort(name)
 
     def submit(
@@ -146,9 +167,12 @@ class AsyncLLM:
         sampling: SamplingParams,
         sink: Sink,
         request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> str:
         """The way beneath: ``sink`` is called by the engine's thread with chunks or an error."""
-        return self._engine.submit(prompt, sampling, sink, request_id)
+        options = RequestOptions(request_id, priority, cache_salt)
+        return self._engine.submit(prompt, sampling, sink, options)
 
     def abort(self, request_id: str) -> None:
         self._engine.abort(request_id)
@@ -191,14 +215,21 @@ class LLM:
         self,
         prompts: str | list[int] | Sequence[str | list[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
     ) -> list[Completion]:
-        """Answers in the order of the prompts; one prompt may be given bare.
+        """Answers in the order of the prompts; one prompt may be given bare. Lower ``priority`` is
+        served sooner.
 
         All requests are checked as they are submitted; an error ends the rest and is raised.
         """
         listed = _as_prompts(prompts)
         params = _as_params(sampling, len(listed))
-        return _Batch(self.engine, self._max_queue).run(listed, params)
+        levels = [priority] * len(listed) if isinstance(priority, int) else list(priority)
+        if len(levels) != len(listed):
+            raise RequestError(f"{len(levels)} priorities for {len(listed)} prompts", "priority")
+        batch = _Batch(self.engine, self._max_queue)
+        return batch.run(list(zip(listed, params, levels, strict=True)), cache_salt)
 
     def close(self) -> None:
         self.engine.close()
@@ -210,6 +241,10 @@ class LLM:
         self.close()
 
 
+_Ask = tuple[Union[str, list[int]], SamplingParams, int]
+"""A prompt, its parameters and priority."""
+
+
 class _Batch:
     """Runs many prompts, never more at a time than the queue takes."""
 
@@ -218,38 +253,55 @@ class _Batch:
         self._limit = limit
         self._arrived: queue.SimpleQueue[tuple[int, Chunk | CloverError]] = queue.SimpleQueue()
         self._names: dict[int, str] = {}
+        self._left: dict[int, _Left] = {}
+        self._live = 0
 
-    def run(
-        self, prompts: Sequence[str | list[int]], params: Sequence[SamplingParams]
-    ) -> list[Completion]:
-        chunks: list[list[Chunk]] = [[] for _ in prompts]
+    def run(self, asks: Sequence[_Ask], cache_salt: str | None) -> list[Completion]:
+        chunks: list[list[Chunk]] = [[] for _ in asks]
         begun = 0
         try:
-            while begun < len(prompts) or self._names:
-                while begun < len(prompts) and len(self._names) < self._limit:
-                    self._begin(begun, prompts[begun], params[begun])
+            while begun < len(asks) or self._names:
+                while begun < len(asks) and self._fits(asks[begun][1].n):
+                    self._begin(begun, asks[begun], cache_salt)
                     begun += 1
                 self._take(chunks)
         finally:
             for name in self._names.values():
                 self._engine.abort(name)
-        return [_completion(parts) for parts in chunks]
+        return [_grouped(parts) for parts in chunks]
 
-    def _begin(self, i: int, prompt: str | list[int], sampling: SamplingParams) -> None:
+    def _fits(self, count: int) -> bool:
+        """Alone, what the queue may refuse is tried."""
+        return not self._names or self._live + count <= self._limit
+
+    def _begin(self, i: int, ask: _Ask, cache_salt: str | None) -> None:
+        prompt, sampling, priority = ask
         self._names[i] = self._engine.submit(
-            prompt, sampling, lambda item: self._arrived.put((i, item))
+            prompt,
+            sampling,
+            lambda item: self._arrived.put((i, item)),
+            priority=priority,
+            cache_salt=cache_salt,
         )
+        self._left[i] = _Left(sampling.n)
+        self._live += sampling.n
 
     def _take(self, chunks: list[list[Chunk]]) -> None:
         i, item = self._arrived.get()
-        if isinstance(item, CloverError):
+        chunk = self._left[i].take(item)
+        chunks[i].append(chunk)
+        if chunk.finish_reason == "error":
+            raise CloverError(f"prompt {i} failed: {chunk.error}")
+        self._live -= chunk.finish_reason is not None
+        if not self._left[i]:
             del self._names[i]
-            raise item
-        chunks[i].append(item)
-        if item.finish_reason is not None:
-            del self._names[i]
-            if item.finish_reason == "error":
-                raise CloverError(f"prompt {i} failed: {item.error}")
+
+
+def _grouped(chunks: Sequence[Chunk]) -> Completion:
+    """The first sequence, with the others of its prompt."""
+    count = 1 + max(chunk.index for chunk in chunks)
+    each = [_completion([c for c in chunks if c.index == i]) for i in range(count)]
+    return dataclasses.replace(each[0], alternatives=tuple(each[1:]))
 
 
 def _completion(chunks: Sequence[Chunk]) -> Completion:

@@ -47,11 +47,12 @@ class Admission:
             )
         sampling = request.sampling
         eos = frozenset() if sampling.ignore_eos else request.eos_token_ids
-        seat = Seat(request, self._arrivals, limit, eos | frozenset(sampling.stop_token_ids))
+        order = request.priority, self._arrivals
+        seat = Seat(request, order, limit, eos | frozenset(sampling.stop_token_ids))
         self._arrivals += 1
         request.times.setdefault(RequestState.WAITING, now)
         state.seats[request.number] = seat
-        state.waiting.push(request.number, seat)
+        state.waiting.push(seat.order, seat)
 
     def admit(self) -> None:
         """Seats the waiting in order, until one does not fit."""
@@ -59,7 +60,7 @@ class Admission:
             spot = self._find_spot(seat)
             if spot is None:
                 return
-            self._state.waiting.discard(seat.request.number, seat.order)
+            self._state.waiting.discard(seat.order)
             self._seat(seat, spot)
 
     def place_ready(self, now: float) -> None:
@@ -110,9 +111,10 @@ class Admission:
     def _find_spot(self, seat: Seat) -> _Spot | None:
         if self._dense_full():
             return None
-        tokens = seat.request.all_token_ids()
+        request = seat.request
+        tokens = request.all_token_ids()
         if seat.keys is None:
-            seat.keys = self._state.homes[0].cache().keys(tokens)
+            seat.keys = self._state.homes[0].cache().keys(tokens, request.cache_salt)
         home = self._find_home(seat, tokens)
         if home is None:
             return None

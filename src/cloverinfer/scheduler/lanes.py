@@ -6,6 +6,7 @@ Also finds blocks for the tokens that decode rows are about to add, preempting l
 from __future__ import annotations
 
 from ..core.request import RequestState
+from .queue import Order
 from .state import Lane, Node, Row, Seat, State
 
 
@@ -17,11 +18,11 @@ class LanePlanner:
         self.preemptions = 0
 
     def make_room(self, now: float) -> None:
-        """Lengthens the tables of rows about to decode, the oldest first across all idle lanes.
+        """Lengthens the tables of rows about to decode, in order across all idle lanes.
 
-        Where the home has no block left, the latest arrived request there that is in no step in
-        flight is preempted, be it the one that asks. It waits only where it is the only such one.
-        As the oldest asks first, it always gets what there is.
+        Where the home has no block left, the last in order there that is in no step in flight is
+        preempted, be it the one that asks. It waits only where it is the only such one. As the
+        first asks first, it always gets what there is.
         """
         needy = [
             seat
@@ -61,7 +62,7 @@ class LanePlanner:
         request.incarnation += 1
         request.num_computed = request.num_cached = 0
         seat.keys = None
-        self._state.waiting.push_front(seat.order, seat)
+        self._state.waiting.push(seat.order, seat)
         self.preemptions += 1
 
     def choose_rows(self, lane: Lane) -> list[Row]:
@@ -111,7 +112,7 @@ class LanePlanner:
         return self._state.home_order[row.seat.home.name]
 
 
-def _order(seat: Seat) -> int:
+def _order(seat: Seat) -> Order:
     return seat.order
 
 

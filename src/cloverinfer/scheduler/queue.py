@@ -1,47 +1,39 @@
-"""The waiting queue: first come first served, those that were preempted before all others."""
+"""The waiting queue: by priority, then first come first served."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import OrderedDict
+import heapq
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+Order = tuple[int, int]
+"""Priority (the lower the sooner) and order of arrival; no two requests have the same."""
 
 
 class WaitingQueue(Generic[T]):
-    """Who was preempted came before everybody who was never admitted, as admission keeps the
-    order of arrival; so the preempted ones, few, are kept sorted in front of the others.
-    """
+    """A request that was preempted keeps its order, and so goes before all who came after it."""
 
     def __init__(self) -> None:
-        self._back: list[int] = []
-        """Orders of arrival of preempted ones, rising."""
-        self._preempted: dict[int, T] = {}
-        self._fresh: OrderedDict[int, T] = OrderedDict()
+        self._heap: list[Order] = []
+        """Orders of all that wait, and of some that do so no more."""
+        self._items: dict[Order, T] = {}
 
     def __len__(self) -> int:
-        return len(self._preempted) + len(self._fresh)
+        return len(self._items)
 
     def items(self) -> list[T]:
-        return [self._preempted[order] for order in self._back] + list(self._fresh.values())
+        return [self._items[order] for order in sorted(self._items)]
 
-    def push(self, number: int, item: T) -> None:
-        self._fresh[number] = item
-
-    def push_front(self, order: int, item: T) -> None:
-        insort(self._back, order)
-        self._preempted[order] = item
+    def push(self, order: Order, item: T) -> None:
+        assert order not in self._items, f"{order} waits already"
+        self._items[order] = item
+        heapq.heappush(self._heap, order)
 
     def head(self) -> T | None:
-        if self._back:
-            return self._preempted[self._back[0]]
-        return next(iter(self._fresh.values()), None)
+        while self._heap and self._heap[0] not in self._items:
+            heapq.heappop(self._heap)
+        return self._items[self._heap[0]] if self._heap else None
 
-    def discard(self, number: int, order: int) -> bool:
+    def discard(self, order: Order) -> bool:
         """Takes one out, whether it waits or not; True where it did."""
-        if order in self._preempted:
-            del self._preempted[order]
-            del self._back[bisect_left(self._back, order)]
-            return True
-        return self._fresh.pop(number, None) is not None
+        return self._items.pop(order, None) is not None

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Union
 
 from ..core.logprobs import TokenLogprobs
-from ..core.request import RequestState
+from ..core.request import Request, RequestState
+from ..kvcache.manager import KVCacheManager
 from ..wire.messages import StepDone, StepFailed, TransferDone
 from .lanes import LanePlanner
 from .records import TokenEvent
@@ -116,14 +117,11 @@ class Results:
             return
         node = lane.node if lane.node.pool is not None else row.seat.home
         assert node is not None
-        request = row.seat.request
-        node.cache().confirm(request.number, request.all_token_ids(), request.num_computed)
+        _confirm_in(node.cache(), row.seat.request)
 
     def _confirm_home(self, seat: Seat) -> None:
         assert seat.home is not None
-        request = seat.request
-        pool = seat.home.cache()
-        pool.confirm(request.number, request.all_token_ids(), request.num_computed)
+        _confirm_in(seat.home.cache(), seat.request)
 
     def _hand_over(self, seat: Seat, now: float) -> None:
         """The prompt is computed, and all its puts have finished: the prefill node is done."""
@@ -144,6 +142,11 @@ class Results:
 def _sampled(done: StepDone) -> Iterator[_Said]:
     for i, token in enumerate(done.tokens):
         yield token, done.logprobs.get(i)
+
+
+def _confirm_in(pool: KVCacheManager, request: Request) -> None:
+    tokens = request.all_token_ids()
+    pool.confirm(request.number, tokens, request.num_computed, request.cache_salt)
 
 
 def _reason_to_end(seat: Seat, token: int) -> str | None:

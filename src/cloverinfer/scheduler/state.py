@@ -16,7 +16,7 @@ from ..kvcache.layout import blocks_for
 from ..kvcache.manager import KVCacheManager
 from ..wire.messages import CancelTransfer, Message
 from ..wire.notices import MAX_TRANSFERS
-from .queue import WaitingQueue
+from .queue import Order, WaitingQueue
 from .records import DENSE_ROLES, HOME_ROLES, POOL_ROLES, SchedNode
 
 
@@ -37,8 +37,8 @@ class Seat:
     """A request and what it holds."""
 
     request: Request
-    order: int
-    """Order of arrival."""
+    order: Order
+    """Its priority and order of arrival: who is served, and spared preemption, before whom."""
     limit: int
     """Most tokens, prompt included."""
     stops: frozenset[int]
@@ -221,7 +221,7 @@ class State:
         request.advance(state, now)
         request.finish_reason, request.error = reason, error
         self.finished.append(request)
-        self.waiting.discard(request.number, seat.order)
+        self.waiting.discard(seat.order)
         if not seat.in_flight:
             self.vacate(seat)
 
