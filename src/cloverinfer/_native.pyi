@@ -76,6 +76,19 @@ class CpuAttentionPool:
         /,
     ) -> None: ...
 
+# --- checksums (csrc/bindings/checksum.cpp) ---
+
+def crc32c(data: Buffer, hardware: bool = True) -> int:
+    """CRC-32C of a contiguous buffer of bytes; ``hardware`` False: without the processor's
+    instructions for it."""
+
+def crc32c_slices(data: Buffer, offsets: npt.NDArray[np.int64], length: int) -> int:
+    """CRC-32C of the checksums, as little-endian 32-bit numbers, of slices of ``length`` bytes at
+    ``offsets``. ``ValueError`` if one reaches outside."""
+
+def has_hardware_crc32c() -> bool:
+    """Whether this processor has instructions for it."""
+
 # --- the dense half on the CPU (csrc/bindings/dense_cpu.cpp) ---
 
 DENSE_MAX_TOKENS: int
