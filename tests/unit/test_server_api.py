@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from fastapi.testclient import TestClient
+from tests.servers import events, refused
 
 from cloverinfer.config import ServerConfig
 from cloverinfer.core.errors import CloverError, EngineClosedError, QueueFullError
@@ -29,20 +29,6 @@ def complete(client: TestClient, **body: Any) -> httpx.Response:
 def chat(client: TestClient, **body: Any) -> httpx.Response:
     messages = [{"role": "user", "content": "hi there"}]
     return client.post("/v1/chat/completions", json={"model": "m", "messages": messages, **body})
-
-
-def events(response: httpx.Response) -> list[Any]:
-    assert response.status_code == 200
-    assert response.headers["content-type"].startswith("text/event-stream")
-    data = [part.removeprefix("data: ") for part in response.text.split("\n\n") if part]
-    return [one if one == "[DONE]" else json.loads(one) for one in data]
-
-
-def refused(response: httpx.Response, status: int, param: str | None, part: str) -> None:
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (status, param)
-    assert part in error["message"]
-    assert set(error) == {"message", "type", "param", "code"}
 
 
 def usage(prompt: int, completion: int) -> dict[str, Any]:

@@ -4,52 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import uvicorn
+from tests.servers import serving, wait
 
-from cloverinfer.config import ServerConfig
 from cloverinfer.core.errors import ConfigError
 from cloverinfer.server import run
-from cloverinfer.server.app import build_app
 from cloverinfer.server.catalog import Catalog
 
 
 @pytest.fixture
-def base(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def base(engine: Any) -> Iterator[str]:
     """Address of a server in a thread over the fake engine."""
-    servers: list[uvicorn.Server] = []
-    begin = run._Server.startup
-
-    async def remember(self: Any, sockets: Any = None) -> None:
-        servers.append(self)
-        await begin(self, sockets)
-
-    monkeypatch.setattr(run._Server, "startup", remember)
-    ready: list[str] = []
-    sock = run.bind("127.0.0.1", 0)
-    arguments = (build_app(Catalog.single(engine, "m")), sock, ServerConfig(), ready.append)
-    thread = threading.Thread(target=run.serve, args=arguments)
-    thread.start()
-    wait(lambda: bool(ready))
-    yield ready[0].removeprefix("ready: ")
-    servers[0].should_exit = True
-    thread.join(10)
-    sock.close()
-    assert not thread.is_alive()
-
-
-def wait(until: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    with serving(Catalog.single(engine, "m")) as (address, _):
+        yield address
 
 
 def test_the_openai_client_works(base: str) -> None:

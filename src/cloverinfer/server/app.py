@@ -46,7 +46,7 @@ def _routes(generation: Generation, utilities: Utilities) -> APIRouter:
     router.add_api_route("/tokenize", utilities.tokenize, **post)
     router.add_api_route("/detokenize", utilities.detokenize, **post)
     router.add_api_route("/health", utilities.health, methods=get)
-    router.add_api_route("/ping", utilities.health, methods=["GET", "POST"])
+    router.add_api_route("/ping", utilities.health, methods=get)
     router.add_api_route("/ready", utilities.ready, methods=get)
     router.add_api_route("/version", utilities.version, methods=get)
     return router

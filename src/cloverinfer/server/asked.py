@@ -40,6 +40,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "audio": (),
     "prediction": (),
+    "moderation": (),
     "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),

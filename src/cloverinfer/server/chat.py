@@ -129,6 +129,7 @@ class ChatRequest(Body):
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
+    moderation: Any = None
     reasoning_effort: Any = None
     verbosity: Any = None
     web_search_options: Any = None

@@ -124,7 +124,7 @@ class FrontDoor:
                 whole = await asyncio.wait_for(self._body(receive), self._body_timeout)
             except asyncio.TimeoutError:
                 message = f"the body did not arrive within {self._body_timeout:g} seconds"
-                refusal = _refuse(408, message, "invalid_request_error", "request_timeout")
+                refusal = _last(408, message, "invalid_request_error", "request_timeout")
             except _TooLargeError:
                 refusal = self._too_large()
             else:
@@ -138,11 +138,10 @@ class FrontDoor:
         if self._keys and not _has_key(headers, self._keys):
             kind, code = "authentication_error", "invalid_api_key"
             more = {"WWW-Authenticate": "Bearer"}
-            return _refuse(401, "missing or wrong API key", kind, code, more)
+            return _last(401, "missing or wrong API key", kind, code, more)
         if self._door.draining:
-            more = {"Retry-After": RETRY_AFTER, "Connection": "close"}
             text = "the server is shutting down"
-            return _refuse(503, text, "service_unavailable", "draining", more)
+            return _last(503, text, "service_unavailable", "draining", {"Retry-After": RETRY_AFTER})
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self._most:
             return self._too_large()
@@ -150,8 +149,7 @@ class FrontDoor:
 
     def _too_large(self) -> JSONResponse:
         message = f"the body is larger than {self._most} bytes (server.max_body_mib)"
-        kind, more = "invalid_request_error", {"Connection": "close"}
-        return _refuse(413, message, kind, "request_too_large", more)
+        return _last(413, message, "invalid_request_error", "request_too_large")
 
     async def _body(self, receive: Receive) -> bytes | None:
         """The whole body; None where the client left before it was."""
@@ -199,10 +197,12 @@ def _has_key(headers: Headers, keys: Sequence[bytes]) -> bool:
     return sum(hmac.compare_digest(given, key) for key in keys) > 0
 
 
-def _refuse(
+def _last(
     status: int, message: str, kind: str, code: str, more: dict[str, str] | None = None
 ) -> JSONResponse:
-    return JSONResponse(error_body(message, kind, code=code), status, more)
+    """A refusal, after which the connection closes: the rest of the body is not read."""
+    headers = {"Connection": "close", **(more or {})}
+    return JSONResponse(error_body(message, kind, code=code), status, headers)
 
 
 def _line(scope: Scope, record: Record) -> str:

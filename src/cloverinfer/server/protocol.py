@@ -101,6 +101,7 @@ class Body(BaseModel):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     use_beam_search: Any = None
     logits_processors: Any = None

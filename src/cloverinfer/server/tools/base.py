@@ -156,9 +156,12 @@ class JsonSpan:
         self._at = 0
         self._depth = 0
         self._quoted = False
+        self._end: int | None = None
 
     def end(self, text: str, start: int) -> int | None:
         """The index after the value that begins at ``start``; None while it is not whole."""
+        if self._end is not None:
+            return self._end
         at = max(self._at, start)
         while (found := _MARKS.search(text, at)) is not None:
             at = found.end()
@@ -173,6 +176,7 @@ class JsonSpan:
             elif not self._quoted:
                 self._depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(mark, 0)
                 if self._depth == 0:
+                    self._end = at
                     return at
         else:
             at = len(text)
