@@ -49,6 +49,8 @@ class FakeChunk:
     metrics: dict[str, Any] | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    stop_reason: int | str | None = None
+    index: int = 0
 
 
 class FakeTokenizer:
@@ -146,20 +148,27 @@ class FakeEngine:
             self.aborted += not over
 
     async def stream(
-        self, prompt: Any, sampling: Any, request_id: str | None = None
+        self,
+        prompt: Any,
+        sampling: Any,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[FakeChunk]:
         total = self._check(prompt, sampling)
-        over = False
+        self.options = (priority, cache_salt)
+        left = sampling.n
         try:
             for i in range(total):
                 await asyncio.sleep(self.delay)
-                chunk = self._chunk(i, total, prompt)
-                over = chunk.finish_reason is not None
-                yield chunk
-                if over:
+                for index in range(sampling.n):
+                    chunk = self._chunk(i, total, prompt, index)
+                    left -= chunk.finish_reason is not None
+                    yield chunk
+                if left == 0:
                     return
         finally:
-            self.aborted += not over
+            self.aborted += left > 0
 
     def _check(self, prompt: Any, sampling: Any) -> int:
         self.asked.append((prompt, sampling))
@@ -173,17 +182,17 @@ class FakeEngine:
     def _length(self, prompt: Any) -> int:
         return len(prompt.split() if isinstance(prompt, str) else prompt)
 
-    def _chunk(self, i: int, total: int, prompt: Any) -> FakeChunk:
+    def _chunk(self, i: int, total: int, prompt: Any, index: int = 0) -> FakeChunk:
         if i == self.raise_at:
             raise EngineClosedError("the engine was closed")
         if i == self.fail_at:
-            return FakeChunk("", [], "error", "a node died")
+            return FakeChunk("", [], "error", "a node died", index=index)
         last = i == total - 1
         metrics = {"prompt_tokens": self._length(prompt), "ttft": 0.5, "stages": {"queue": 0.25}}
         text = f"w{i} " if self.pieces is None else self.pieces[i]
         reason = None if not last else "length" if self.pieces is None else "stop"
         scores = [TokenLogprobs(i, -0.5, 1, [i, i + 1], [-0.5, -1.5])]
-        return FakeChunk(text, [i], reason, None, metrics if last else None, scores)
+        return FakeChunk(text, [i], reason, None, metrics if last else None, scores, index=index)
 
 
 @pytest.fixture

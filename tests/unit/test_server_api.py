@@ -44,7 +44,7 @@ def test_a_completion_is_whole(client: TestClient, engine: Any) -> None:
     assert body["object"] == "text_completion"
     assert body["model"] == "m"
     choice = {"index": 0, "text": "w0 w1 w2 ", "logprobs": None, "finish_reason": "length"}
-    assert body["choices"] == [choice]
+    assert body["choices"] == [choice | {"stop_reason": None}]
     assert body["usage"] == usage(3, 3)
     sampling = engine.asked[0][1]
     assert (sampling.stop, sampling.seed, sampling.top_k) == (("x",), 7, 4)

@@ -18,8 +18,7 @@ from ..core.sampling import SamplingParams
 PLAIN = (
     "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos", "min_tokens",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words",
-    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
-    "priority", "cache_salt",
+    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "n",
 )  # fmt: skip
 """Parameters that mean the same to the core, under the same names."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -32,7 +31,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "priority": (0,),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),

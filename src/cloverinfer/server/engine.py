@@ -24,6 +24,11 @@ class Chunk(Protocol):
     def metrics(self) -> dict[str, Any] | None: ...
     @property
     def logprobs(self) -> list[TokenLogprobs] | None: ...
+    @property
+    def stop_reason(self) -> int | str | None: ...
+    @property
+    def index(self) -> int:
+        """Which of the request's ``n`` sequences it belongs to."""
 
 
 class Tokenizer(Protocol):
@@ -58,8 +63,14 @@ class Engine(Protocol):
     def failure(self) -> str | None: ...
 
     def nodes(self) -> list[dict[str, Any]]: ...
+    def cluster_info(self) -> dict[str, Any]: ...
     def stream(
-        self, prompt: str | list[int], sampling: SamplingParams, request_id: str | None = None
+        self,
+        prompt: str | list[int],
+        sampling: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """An async generator, so that it can be closed."""
 

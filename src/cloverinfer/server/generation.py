@@ -48,6 +48,10 @@ class Job:
     def usage(self) -> dict[str, Any]:
         return usage_of(self.choices, self.per_prompt)
 
+    def index(self, stream: int, chunk: Chunk) -> int:
+        """Which choice a chunk of the stream of a prompt belongs to."""
+        return stream * self.per_prompt + chunk.index
+
     def note(self, finish: str | None = None) -> None:
         """Tells the log how far it came."""
         usage = self.usage()
@@ -134,8 +138,14 @@ class Generation:
             raise EngineClosedError(engine.failure)
         job.note()
         streams = [
-            engine.stream(choice.prompt, _seeded(job, index), f"{job.form.id}-{index}")
-            for index, choice in enumerate(job.choices)
+            engine.stream(
+                choice.prompt,
+                job.sampling,
+                f"{job.form.id}-{index}",
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt,
+            )
+            for index, choice in enumerate(job.choices[:: job.per_prompt])
         ]
         chunks = fan_in(request.receive, streams, self._door.cut)
         try:
@@ -234,15 +244,6 @@ def _choice(
     )
 
 
-def _seeded(job: Job, index: int) -> SamplingParams:
-    """Choices of one prompt differ, and so do their seeds; the first has the one that was given."""
-    seed, offset = job.sampling.seed, index % job.per_prompt
-    if seed is None or offset == 0:
-        return job.sampling
-    shifted = (seed + offset + 2**63) % 2**64 - 2**63
-    return msgspec.structs.replace(job.sampling, seed=shifted)
-
-
 # -- tools
 
 
@@ -306,9 +307,9 @@ async def _whole(job: Job, chunks: AsyncGenerator[Batch, None]) -> Response:
         for choice in job.choices:
             choice.begin()
         async for batch in chunks:
-            for index, chunk in batch:
+            for stream, chunk in batch:
                 _raise_failed(chunk)
-                job.choices[index].add(chunk)
+                job.choices[job.index(stream, chunk)].add(chunk)
     finally:
         await chunks.aclose()
     job.note()
@@ -366,10 +367,11 @@ async def _events(
 def _batch_events(job: Job, batch: Batch) -> tuple[bytes, bool]:
     """The events of some chunks; and whether the last one tells of a failure."""
     events = []
-    for index, chunk in batch:
+    for stream, chunk in batch:
         if chunk.finish_reason in ("error", "abort"):
             body = error_body(_failure(chunk), "server_error", code="generation_failed")
             return b"".join([*events, event(body)]), True
+        index = job.index(stream, chunk)
         piece = job.choices[index].add(chunk)
         if not piece.empty:
             events.append(event(_with_usage(job, job.form.event(index, piece))))

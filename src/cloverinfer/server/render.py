@@ -21,6 +21,7 @@ class Piece:
 
     text: str = ""
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     logprobs: Sequence[TokenLogprobs | None] | None = None
     calls: list[ToolDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -44,6 +45,7 @@ class Choice:
     with_token_ids: bool = False
     text: str = ""
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     completion_tokens: int = 0
     cached_tokens: int = 0
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -57,7 +59,7 @@ class Choice:
 
     def add(self, chunk: Chunk) -> Piece:
         """Takes in a chunk and returns what of it a stream shows."""
-        piece = Piece(chunk.text, chunk.finish_reason)
+        piece = Piece(chunk.text, chunk.finish_reason, chunk.stop_reason)
         if self.with_logprobs:
             piece.logprobs = chunk.logprobs or []
             self.logprobs += piece.logprobs
@@ -73,7 +75,7 @@ class Choice:
         if self.parser is not None:
             self._parse(self.parser, piece)
         self.text += piece.text
-        self.finish_reason = piece.finish_reason
+        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
         return piece
 
     def _parse(self, parser: ToolParser, piece: Piece) -> None:
@@ -121,6 +123,8 @@ class Form(ABC):
             "finish_reason": piece.finish_reason,
             **self._delta(index, piece),
         }
+        if piece.finish_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
         if piece.token_ids:
             choice["token_ids"] = piece.token_ids
         body["choices"] = [choice]
@@ -133,8 +137,8 @@ class Form(ABC):
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _extras(self, choice: Choice) -> dict[str, Any]:
-        """What vLLM adds to OpenAI's fields, where it was asked for."""
-        extras: dict[str, Any] = {}
+        """What vLLM adds to OpenAI's fields: what stopped the answer, and what was asked for."""
+        extras: dict[str, Any] = {"stop_reason": choice.stop_reason}
         if choice.with_token_ids:
             extras["token_ids"] = choice.token_ids
         if choice.prompt_logprobs is not None:

@@ -128,10 +128,5 @@ def _problems(model: Model) -> list[str]:
 
 def _cluster(model: Model) -> dict[str, Any]:
     engine = model.engine
-    return {
-        "model": model.name,
-        "names": list(model.names),
-        "max_model_len": engine.max_model_len,
-        "failure": engine.failure,
-        "nodes": engine.nodes(),
-    }
+    known = {"name": model.name, "names": list(model.names), "failure": engine.failure}
+    return {**known, **engine.cluster_info()}
