@@ -16,6 +16,7 @@ from typing import Any
 
 from cloverinfer.config import ServerConfig
 from cloverinfer.core.sampling import SamplingParams
+from cloverinfer.orchestrator.counters import Counters, EngineStats
 from cloverinfer.orchestrator.delivery import Couriers, Inbox
 from cloverinfer.server import run
 from cloverinfer.server.app import build_app
@@ -90,6 +91,9 @@ class NullEngine:
 
     def nodes(self) -> list[dict[str, Any]]:
         return []
+
+    def stats(self) -> EngineStats:
+        return EngineStats(Counters(), 0, 0, 0, {})
 
     def close(self) -> None:
         self._over.set()

@@ -21,6 +21,7 @@ from hypothesis import settings
 from cloverinfer.config.load import SECTIONS
 from cloverinfer.core.errors import EngineClosedError, RequestError
 from cloverinfer.core.logprobs import TokenLogprobs
+from cloverinfer.orchestrator.counters import Counters, EngineStats
 
 SETTINGS = tuple(f"CLOVER_{section.upper()}_" for section in SECTIONS)
 
@@ -115,6 +116,7 @@ class FakeEngine:
         self.alive = {"dense": True}
         self.fail_at: int | None = None
         self.raise_at: int | None = None
+        self.counters = Counters()
         self.asked: list[tuple[Any, Any]] = []
         self.aborted = 0
         self.closed = 0
@@ -125,6 +127,9 @@ class FakeEngine:
         row = {"pid": 1, "tokens": 3, "bytes_in": 3 * 2**19}
         roles = self.alive.items()
         return [{"name": f"{role}-0", "role": role, "alive": one, **row} for role, one in roles]
+
+    def stats(self) -> EngineStats:
+        return EngineStats(self.counters, len(self.asked), 2, 1, {"attention-0": (3, 12)})
 
     def cluster_info(self) -> dict[str, Any]:
         transport = {"name": "inproc", "passed_over": [], "checksum": "none"}

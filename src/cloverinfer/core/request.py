@@ -64,6 +64,8 @@ class Request:
     finish_reason: str | None = None
     """``stop``, ``length``, ``abort`` or ``error`` once terminal."""
     error: str | None = None
+    ended_in: RequestState | None = None
+    """The state that it was in when it reached a terminal one."""
     times: dict[RequestState, float] = field(default_factory=dict)
     """When each state was first entered."""
     token_times: list[float] = field(default_factory=list)
@@ -87,5 +89,7 @@ class Request:
     def advance(self, state: RequestState, now: float) -> None:
         """Moves to ``state``; a move outside the table is our own mistake."""
         assert state in ALLOWED[self.state], f"{self.request_id}: {self.state} -> {state}"
+        if state in TERMINAL:
+            self.ended_in = self.state
         self.state = state
         self.times.setdefault(state, now)

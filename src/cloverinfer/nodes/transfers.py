@@ -146,6 +146,12 @@ class TransferReceiver:
         )
         self._report(
             TransferDone(
-                self._name, expect.transfer, expect.request, expect.incarnation, nbytes, error
+                self._name,
+                expect.transfer,
+                expect.request,
+                expect.incarnation,
+                nbytes,
+                error,
+                expect.source,
             )
         )

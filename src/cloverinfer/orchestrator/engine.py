@@ -36,6 +36,7 @@ from ..wire.messages import (
     encode,
 )
 from .cluster import Cluster
+from .counters import Counters, EngineStats
 from .intake import Intake
 from .live import Chunk, Live, RequestOptions, Sink
 from .metrics import DenseStep, StatsLog, request_metrics
@@ -70,6 +71,7 @@ class Engine:
         self._closed = False
         self._pid = os.getpid()
         self._stats = StatsLog()
+        self.counters = Counters()
         self._planned: dict[tuple[str, int, int], StepRecord] = {}
         self._live: dict[int, Live] = {}
         self._touched: dict[int, Live] = {}
@@ -164,6 +166,18 @@ class Engine:
             "transport": transport_info(cluster.choice, cluster.config.network.checksum),
             "nodes": nodes,
         }
+
+    def stats(self) -> EngineStats:
+        """What was counted so far, and how full the engine is."""
+        scheduler = self._scheduler
+        waiting = scheduler.num_waiting
+        return EngineStats(
+            counters=self.counters,
+            running=max(0, len(self._live) - waiting),
+            waiting=waiting,
+            preemptions=scheduler.num_preemptions,
+            blocks=scheduler.used_blocks(),
+        )
 
     def close(self) -> None:
         """Ends requests under way with ``EngineClosedError``, then all nodes. In a process that was
@@ -315,6 +329,7 @@ class Engine:
                 self._on_token(event, now)
         elif isinstance(message, TransferDone):
             self._reports.transfer(message)
+            self.counters.link(message.source, message.node, message.nbytes)
             scheduler.on_transfer_done(message, now)
         elif isinstance(message, AttentionDone):
             self._on_attention(message, now)
@@ -327,6 +342,8 @@ class Engine:
 
     def _on_attention(self, done: AttentionDone, now: float) -> None:
         self._reports.attention(done)
+        self.counters.link(done.source, done.node, done.bytes_in)
+        self.counters.link(done.node, done.source, done.bytes_out)
         self._stats.add_attention(now, done)
 
     def _record_step(self, done: StepDone, now: float) -> None:
@@ -352,6 +369,7 @@ class Engine:
             self._stats.add_local_attention(now, record.batch, stats)
 
     def _on_token(self, event: TokenEvent, now: float) -> None:
+        self.counters.token(event.request)
         number = event.request.number
         live = self._touched[number] = self._live[number]
         live.hear(event)
@@ -374,6 +392,7 @@ class Engine:
         """Hands out what is new of each request, and the last of those that ended."""
         ended = self._scheduler.drain_finished()
         for request in ended:
+            self.counters.end(request, now)
             live = self._live.pop(request.number)
             self._touched.pop(request.number, None)
             self._leave_group(live)

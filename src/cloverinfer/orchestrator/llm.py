@@ -19,6 +19,7 @@ from ..core.errors import CloverError, ConfigError, RequestError
 from ..core.logprobs import TokenLogprobs
 from ..core.sampling import SamplingParams
 from ..models import Tokenizer
+from .counters import EngineStats
 from .delivery import Couriers, Inbox
 from .engine import Engine
 from .live import Chunk, RequestOptions, Sink
@@ -110,6 +111,10 @@ class AsyncLLM:
         ``nodes()`` with ``kv_blocks_used`` of ``kv_blocks``. From any thread.
         """
         return self._engine.cluster_info()
+
+    def stats(self) -> EngineStats:
+        """Histograms and totals since the start, and how full the engine is; from any thread."""
+        return self._engine.stats()
 
     async def stream(
         self,

@@ -145,6 +145,15 @@ class Scheduler:
         nodes = self._state.nodes.values()
         return {node.name: node.pool.num_free for node in nodes if node.pool is not None}
 
+    def used_blocks(self) -> dict[str, tuple[int, int]]:
+        """Blocks that requests hold, and all blocks, by name of node with a pool."""
+        pools = {node.name: node.pool for node in self._state.nodes.values()}
+        return {
+            name: (pool.num_blocks - pool.num_free, pool.num_blocks)
+            for name, pool in pools.items()
+            if pool is not None
+        }
+
     def cache_hits(self) -> dict[str, tuple[int, int]]:
         """Tokens found in and asked of each pool's prefix cache, by node name."""
         return {

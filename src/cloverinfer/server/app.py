@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Response
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 
 from .. import __version__
 from ..config import ServerConfig
@@ -13,6 +14,7 @@ from .catalog import Catalog
 from .door import Door, FrontDoor
 from .errors import install_handlers
 from .generation import Generation
+from .metrics import CountRequests, ServerMetrics
 from .utilities import Utilities
 
 
@@ -25,10 +27,15 @@ def build_app(catalog: Catalog, settings: ServerConfig | None = None) -> FastAPI
     app = FastAPI(title="CloverInfer", version=__version__, root_path=settings.root_path)
     door = app.state.door = Door(settings.shutdown_timeout)
     install_handlers(app)
-    app.include_router(_routes(Generation(catalog, door), Utilities(catalog, door)))
+    router = _routes(Generation(catalog, door), Utilities(catalog, door))
+    app.include_router(router)
+    metrics = ServerMetrics(catalog)
+    app.add_api_route("/metrics", metrics.page, methods=["GET"], response_class=Response)
     app.add_middleware(FrontDoor, settings=settings, door=door)
     if settings.allowed_origins:
-        app.add_middleware(CORSMiddleware, **_cors(settings))  # outermost: it answers preflights
+        app.add_middleware(CORSMiddleware, **_cors(settings))  # it answers preflights
+    routes = frozenset(one.path for one in router.routes if isinstance(one, Route))
+    app.add_middleware(CountRequests, metrics=metrics, routes=routes)  # outermost: it sees all
     return app
 
 

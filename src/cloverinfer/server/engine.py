@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from ..core.logprobs import TokenLogprobs
 from ..core.sampling import SamplingParams
+from ..orchestrator.counters import EngineStats
 
 
 class Chunk(Protocol):
@@ -64,6 +65,7 @@ class Engine(Protocol):
 
     def nodes(self) -> list[dict[str, Any]]: ...
     def cluster_info(self) -> dict[str, Any]: ...
+    def stats(self) -> EngineStats: ...
     def stream(
         self,
         prompt: str | list[int],

@@ -166,6 +166,8 @@ class TransferDone(msgspec.Struct, array_like=True, tag="transferred"):
     nbytes: int
     error: str = ""
     """Why the transfer cannot be completed; empty when it is whole."""
+    source: str = ""
+    """Name of the prefill node."""
 
 
 class StepStats(msgspec.Struct, array_like=True):
