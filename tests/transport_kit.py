@@ -47,6 +47,7 @@ class Wire:
 WIRES = [
     Wire("inproc", processes=False),
     Wire("shm"),
+    Wire("tcp", has_port=True),
     Wire("null", processes=False),
     # It keeps three copies of what is put, and every put is an actor call.
     Wire("ray", pace=60, most=64 << 20, loose_files=True),

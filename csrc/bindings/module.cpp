@@ -6,6 +6,7 @@ void bind_attention_cpu(pybind11::module_& m);
 void bind_checksum(pybind11::module_& m);
 void bind_dense_cpu(pybind11::module_& m);
 void bind_shm(pybind11::module_& m);
+void bind_tcp(pybind11::module_& m);
 }  // namespace clover
 
 PYBIND11_MODULE(_native, m) {
@@ -13,4 +14,5 @@ PYBIND11_MODULE(_native, m) {
   clover::bind_checksum(m);
   clover::bind_dense_cpu(m);
   clover::bind_shm(m);
+  clover::bind_tcp(m);
 }

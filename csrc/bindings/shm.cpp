@@ -3,13 +3,13 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
 #include <map>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "bindings/buffers.h"
 #include "shm/copy.h"
 #include "shm/mailbox.h"
 #include "shm/rally.h"
@@ -23,14 +23,6 @@ namespace {
 using shm::Status;
 using Offsets = py::array_t<int64_t, py::array::c_style>;
 using Index = py::array_t<int32_t, py::array::c_style>;
-
-[[noreturn]] void raise(const char* error, const char* message) {
-  const py::object type = error == std::string("ValueError")
-                              ? py::module_::import("builtins").attr(error)
-                              : py::module_::import("cloverinfer.core.errors").attr(error);
-  PyErr_SetString(type.ptr(), message);
-  throw py::error_already_set();
-}
 
 void check(Status status) {
   switch (status) {
@@ -47,29 +39,6 @@ void check(Status status) {
     case Status::kMalformed:
       raise("TransportError", "shared memory does not hold what it should");
   }
-}
-
-// A contiguous buffer, held for the life of this object.
-class Pinned {
- public:
-  Pinned(const py::object& object, bool writable) {
-    const int flags = writable ? PyBUF_WRITABLE : PyBUF_SIMPLE;
-    if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw py::error_already_set();
-  }
-  ~Pinned() { PyBuffer_Release(&view_); }
-  Pinned(const Pinned&) = delete;
-  Pinned& operator=(const Pinned&) = delete;
-
-  std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
-  size_t size() const { return static_cast<size_t>(view_.len); }
-
- private:
-  Py_buffer view_;
-};
-
-int64_t to_ns(double seconds) {
-  constexpr double kLongest = 1e9;  // seconds; keeps infinity and the like in range
-  return static_cast<int64_t>(std::clamp(seconds, 0.0, kLongest) * 1e9);
 }
 
 template <typename Header>

@@ -244,3 +244,69 @@ class MailboxReader:
         """
     def close(self) -> None:
         """From now on pushes fail; senders that wait are woken."""
+
+# --- the tcp transport (csrc/bindings/tcp.cpp) ---
+# Nothing here holds the GIL while it waits. Links and regions are numbers. A ``TransportError``
+# (or ``DeadlineError``, which is one) says why something could not be done.
+
+class TcpRanges:
+    """Both sides of a put. Keeps ``source`` pinned and the offsets alive."""
+
+    def __init__(
+        self,
+        source: Memory,
+        local: npt.NDArray[np.int64],
+        region: int,
+        region_bytes: int,
+        remote: npt.NDArray[np.int64],
+        length: int,
+    ) -> None: ...
+
+class TcpEngine:
+    """An endpoint's sockets, moved by ``loops`` threads of its own."""
+
+    def __init__(self, loops: int) -> None: ...
+    @property
+    def malformed(self) -> int:
+        """Links that were dropped for what they sent."""
+    def add_region(self, number: int, memory: Memory) -> None:
+        """Lets peers write there; pinned until it is removed."""
+    def remove_region(self, number: int) -> None:
+        """Returns once nothing writes there any more."""
+    def add_outgoing(self, sockets: list[int]) -> int:
+        """A link of connected, non-blocking sockets, which it takes over; 0: it is closed."""
+    def drop_outgoing(self, link: int) -> None:
+        """Fails what is pending on it."""
+    def add_incoming(self, key: bytes, first: bool, socket: int) -> int:
+        """One more socket of the link called ``key``, which ``first`` begins. 0: there is no such
+        link any more, and the socket is closed.
+        """
+    def drop_incoming(self, link: int) -> None:
+        """Ends it; ``poll`` tells when nothing writes for it any more."""
+    def problem(self, link: int) -> str:
+        """Why an outgoing link is of no use; empty while it is."""
+    def query(self, link: int, region: int, nbytes: int, timeout: float) -> None:
+        """``TransportError`` unless the peer has this region of this size."""
+    def put(
+        self,
+        link: int,
+        number: int,
+        ranges: TcpRanges,
+        index: npt.NDArray[np.int32],
+        notice: int,
+        timeout: float,
+    ) -> None:
+        """Begins a put; ``poll`` tells its end by ``number``. ``ValueError``, before anything has
+        moved, if a row names no slice. Waits for room.
+        """
+    def send(self, link: int, message: bytes, timeout: float) -> None:
+        """Begins to send; waits for room."""
+    def poll(
+        self, timeout: float
+    ) -> tuple[list[tuple[int, int | bytes | None]], list[tuple[int, bool, str]]]:
+        """([(link, notice, message, or None for the link's end)], [(number of a put, whether it
+        missed its deadline, what went wrong or "")]). Waits, asleep, up to ``timeout`` seconds for
+        the first; returns early with nothing at a signal.
+        """
+    def close(self, timeout: float) -> None:
+        """Waits up to ``timeout`` seconds for what is pending, then ends everything."""

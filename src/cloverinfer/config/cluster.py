@@ -12,7 +12,7 @@ from .network import NetworkConfig
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TOPOLOGIES = ("colocated", "pd", "pda")
 EXECUTORS = ("local", "process", "ray")
-TRANSPORTS = ("auto", "inproc", "shm", "ray", "nixl")
+TRANSPORTS = ("auto", "inproc", "shm", "tcp", "ray", "nixl")
 ATTENTION_BACKENDS = ("auto", "cpu", "torch")
 MOST = 10**9
 """No count or size means anything beyond it."""
@@ -155,7 +155,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_attention_nodes: int = 1
     """Attention nodes (pda)."""
     transport: str = "auto"
-    """auto (inproc for local, else shm), inproc, shm or ray."""
+    """auto (inproc for local, else shm), inproc, shm, tcp or ray."""
     attention_backend: str = "auto"
     """auto (cpu), cpu or torch."""
     threads: int | None = None
@@ -188,5 +188,5 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "transport",
             self.transport,
             self.transport != "inproc" or self.executor == "local",
-            "shm or ray where nodes are processes",
+            "shm, tcp or ray where nodes are processes",
         )

@@ -12,6 +12,7 @@ from .base import Capabilities, Endpoint
 _CLASSES = {
     "inproc": "InprocEndpoint",
     "shm": "ShmEndpoint",
+    "tcp": "TcpEndpoint",
     "ray": "RayEndpoint",
     "nixl": "NixlEndpoint",
     "null": "NullEndpoint",

@@ -1,0 +1,56 @@
+"""The same tokens where every node and the scheduler talk over sockets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.same_tokens import Case, check, reference, run
+from tests.tiny_models import make_tiny
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.timeout(600)
+MAX_TOKENS = 12
+LENGTHS = [1, 15, 16, 17, 33, 64, 5, 9]
+"""Around the edges of blocks of 16."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Case]]:
+    folder = make_tiny("llama", tmp_path_factory.mktemp("llama"))
+    peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(1, 90, (n,), generator=generator).tolist() for n in LENGTHS]
+    return str(folder), reference(peer, prompts, MAX_TOKENS)
+
+
+SEVERAL = {"num_prefill_workers": 2, "num_decode_dense_nodes": 2, "num_attention_nodes": 2}
+
+
+@pytest.mark.parametrize(
+    ("executor", "topology", "nodes"),
+    [
+        ("local", "pda", {}),
+        ("process", "pd", {}),
+        ("process", "pda", SEVERAL),
+        pytest.param("ray", "pda", {}, marks=pytest.mark.ray),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(sum(value.values())),
+)
+def test_same_tokens_over_tcp(
+    tiny: tuple[str, list[Case]], executor: str, topology: str, nodes: dict[str, int]
+) -> None:
+    model, cases = tiny
+    outputs = run(
+        model,
+        cases,
+        MAX_TOKENS,
+        executor=executor,
+        topology=topology,
+        transport="tcp",
+        block_size=16,
+        num_blocks=200,
+        max_num_batched_tokens=32,
+        num_wavefronts=2,
+        **nodes,
+    )
+    check(cases, outputs)
