@@ -98,7 +98,7 @@ def test_a_mistake_of_ours_ends_that_step_and_not_the_sender(sender):
 
 
 def test_blocks_that_the_receiver_holds_are_not_sent():
-    push = Push("decode-0", 3, [10, 11, 12, 13], skip=2)
+    push = Push("decode-0", 3, [10, 11, 12, 13], skip=2, start=8)
     row = Row(1, 0, [], 0, GREEDY, "", push, pushed=push.skip)
     blocks = np.array([5, 6, 7, 8], np.int32)
     assert plan_push(row, blocks, 9, False, 4, Pusher("decode-0")) is None

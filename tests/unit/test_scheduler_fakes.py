@@ -88,12 +88,14 @@ class FakeNode:
 
 
 def make_nodes(topology: str, blocks: int, prefills: int = 1, homes: int = 1, dense: int = 1,
-               prefill_blocks: int | None = None) -> list[SchedNode]:  # fmt: skip
+               prefill_blocks: int | None = None,
+               prefill_size: int | None = None) -> list[SchedNode]:  # fmt: skip
     home_role = {"colocated": "colocated", "pd": "decode", "pda": "attention"}[topology]
     nodes = [SchedNode(f"{home_role}-{i}", home_role, blocks) for i in range(homes)]
     if topology != "colocated":
         size = blocks if prefill_blocks is None else prefill_blocks
-        nodes += [SchedNode(f"prefill-{i}", "prefill", size) for i in range(prefills)]
+        nodes += [SchedNode(f"prefill-{i}", "prefill", size, prefill_size)
+                  for i in range(prefills)]  # fmt: skip
     if topology == "pda":
         nodes += [SchedNode(f"dense-{i}", "dense", 0) for i in range(dense)]
     return nodes
@@ -261,7 +263,7 @@ class Cluster:
             once = node.name, join.request, join.incarnation
             assert once not in self.joined, "an incarnation joined twice"
             self.joined.add(once)
-            skip = join.push.skip if join.push else 0
+            skip = join.push.start if join.push else 0
             node.known[join.request] = Known(join, list(join.tokens), list(join.blocks), skip)
         for number, blocks in plan.blocks:
             assert blocks
@@ -271,7 +273,7 @@ class Cluster:
         self.computing.append((node.name, plan.lane))
 
     def _check_shape(self, node: FakeNode, plan: StepPlan) -> None:
-        size, budget = self.cache.block_size, self.config.max_num_batched_tokens
+        size, budget = self._size(node), self.config.max_num_batched_tokens
         for number, start, count, samples in zip(
             plan.rows, plan.starts, plan.counts, plan.samples, strict=True
         ):
@@ -335,14 +337,14 @@ class Cluster:
     def _write(
         self, node: FakeNode, number: int, blocks: list[int], start: int, count: int
     ) -> None:
-        size = self.cache.block_size
+        size = self._size(node)
         for position in range(start, start + count):
             block = blocks[position // size]
             assert self._pool(node.name).pool.refs(block) == 1, "writes to a free or shared block"
             node.pool[block, position % size] = self.truth[number].digest(position)
 
     def _attend(self, node: FakeNode, number: int, blocks: list[int], length: int) -> None:
-        size, truth = self.cache.block_size, self.truth[number]
+        size, truth = self._size(node), self.truth[number]
         held = self._pool(node.name).table(number)
         assert blocks == held[: len(blocks)], "the node's table is not the scheduler's"
         for position in range(length):
@@ -350,27 +352,31 @@ class Cluster:
             assert node.pool.get(slot) == truth.digest(position), f"{node.name} lost {position}"
 
     def _push(self, node: FakeNode, known: Known, end: int, last: bool) -> None:
-        push, size = known.join.push, self.cache.block_size
+        push, size = known.join.push, self._size(node)
         assert push is not None
         receiver = self.nodes[push.node]
         if receiver.name in self.dead:
             return
-        until = len(push.blocks) if last else end // size
-        for i in range(known.pushed, until):
-            assert self._pool(receiver.name).pool.refs(push.blocks[i]) == 1, "put into a free block"
-            for offset in range(size):
-                value = node.pool.get((known.blocks[i], offset), -1)
-                receiver.pool[push.blocks[i], offset] = value
-            self._arrive(receiver, push.transfer, known.join, push.blocks[i])
+        theirs = self._size(receiver)
+        assert push.start == push.skip * theirs
+        # Whole blocks of the sender's; the tokens before the start are not the receiver's to take.
+        until = end if last else end // size * size
+        for position in range(max(known.pushed, push.start), until):
+            block = push.blocks[position // theirs]
+            assert self._pool(receiver.name).pool.refs(block) == 1, "put into a free block"
+            value = node.pool[known.blocks[position // size], position % size]
+            receiver.pool[block, position % theirs] = value
+            self._arrive(receiver, push.transfer, known.join, position)
         known.pushed = max(known.pushed, until)
 
-    def _arrive(self, receiver: FakeNode, slot: int, join: Join, block: int) -> None:
+    def _arrive(self, receiver: FakeNode, slot: int, join: Join, position: int) -> None:
         expect = receiver.expects[slot]
         assert (expect.request, expect.incarnation) == (join.request, join.incarnation)
-        assert block in expect.blocks
-        assert block not in receiver.arrived[slot]
-        receiver.arrived[slot].add(block)
-        if len(receiver.arrived[slot]) == len(expect.blocks):
+        assert expect.start <= position < expect.start + expect.count
+        assert len(expect.blocks) == -(-expect.count // self._size(receiver))
+        assert position not in receiver.arrived[slot]
+        receiver.arrived[slot].add(position)
+        if len(receiver.arrived[slot]) == expect.count:
             del receiver.expects[slot]
             done = TransferDone(receiver.name, slot, expect.request, expect.incarnation, 1)
             self.reports.append(done)
@@ -381,6 +387,10 @@ class Cluster:
             seen = self.nodes[home].attention.pop((node.name, plan.lane, plan.step))
             mine = [(n, s + 1) for n, s in rows if node.known[n].join.home == home]
             assert list(zip(seen.rows, seen.lengths, strict=True)) == mine
+
+    def _size(self, node: FakeNode) -> int:
+        pool = self.scheduler._state.nodes[node.name].pool
+        return pool.block_size if pool is not None else self.cache.block_size
 
     def _pool(self, name: str):  # type: ignore[no-untyped-def]
         return self.scheduler._state.nodes[name].cache()

@@ -22,14 +22,15 @@ PREFIXES = [[1 + (i * k) % 30 for i in range(40)] for k in (1, 3, 7)]
 
 
 def build(topology: str, rng: random.Random) -> Cluster:
-    blocks = rng.choice((10, 14, 60))
+    blocks, prefill_size = rng.choice((10, 14, 60)), rng.choice((4, 4, 2, 8, 1))
     nodes = make_nodes(
         topology,
         blocks,
         prefills=rng.choice((1, 2)),
         homes=rng.choice((1, 1, 2, 3)),
         dense=rng.choice((1, 2)),
-        prefill_blocks=rng.choice((10, 30)),
+        prefill_blocks=rng.choice((10, 30)) * 4 // prefill_size,
+        prefill_size=prefill_size,
     )
     config = SchedulerConfig(
         max_num_seqs=rng.choice((2, 4, 16)),

@@ -13,7 +13,7 @@ from cloverinfer.wire.notices import KVNotice
 LAYERS = 3
 SPEC = KVSpec(kv_heads=1, k_dim=8, v_dim=8, dtype="float32", scale=1.0)
 LAYOUT = PoolLayout((SPEC,) * LAYERS, 16, 32)
-EXPECT = ExpectTransfer(5, 7, 1, "prefill-0", [3, 9, 4])
+EXPECT = ExpectTransfer(5, 7, 1, "prefill-0", [3, 9, 4], 16, 48)
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_chunk_out_of_order_is_an_error(receiver):
 
 
 def test_nothing_promised_is_whole_at_once(receiver):
-    receiver.expect(ExpectTransfer(5, 7, 1, "prefill-0", []))
+    receiver.expect(ExpectTransfer(5, 7, 1, "prefill-0", [], 0, 0))
     assert [done.nbytes for done in receiver.reports] == [0]
 
 

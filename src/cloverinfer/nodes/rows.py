@@ -152,7 +152,8 @@ class RowTable:
                 self._tables.extend(request, blocks)
 
     def _join(self, join: Join) -> None:
-        skip = join.push.skip if join.push else 0
+        # Whole blocks of this pool; the receiver drops what it holds of the first.
+        held = join.push.start // self._block_size if join.push else 0
         shaping = join.sampling.shaping
         self._rows[join.request] = Row(
             join.request,
@@ -162,7 +163,7 @@ class RowTable:
             join.sampling,
             join.home,
             join.push,
-            skip,
+            held,
             None if shaping is None else Shaper(shaping, join.before, join.start),
         )
         if self._tables is not None:

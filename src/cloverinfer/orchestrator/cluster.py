@@ -112,14 +112,22 @@ class Cluster:
         """Longest prompt plus output in tokens that the model and some pool of each role hold."""
         pools: dict[bool, int] = {}
         for info in self.infos:
-            if info.kv_blocks:
+            if info.peer.layout is not None:
                 prefills = info.peer.role == PREFILL
-                pools[prefills] = max(pools.get(prefills, 0), info.kv_blocks)
-        blocks = min(pools.values())
-        return min(self.model.max_model_len, blocks * self.config.cache.block_size)
+                tokens = info.kv_blocks * info.peer.layout.block_size
+                pools[prefills] = max(pools.get(prefills, 0), tokens)
+        return min(self.model.max_model_len, *pools.values())
 
     def sched_nodes(self) -> list[SchedNode]:
-        return [SchedNode(i.peer.name, i.peer.role, i.kv_blocks) for i in self.infos]
+        return [
+            SchedNode(
+                info.peer.name,
+                info.peer.role,
+                info.kv_blocks,
+                info.peer.layout.block_size if info.peer.layout is not None else None,
+            )
+            for info in self.infos
+        ]
 
     # -- the wires
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ..core.errors import NodeDiedError, QueueFullError, RequestError
 from ..core.request import Request, RequestState
+from ..kvcache.layout import blocks_for
 from ..kvcache.manager import KVCacheManager, Match
 from ..wire.messages import ExpectTransfer
 from .records import DENSE_ROLES
@@ -75,11 +76,12 @@ class Admission:
 
     def fits_somewhere(self, limit: int) -> str | None:
         """Why a request that may reach ``limit`` tokens fits no pool; None where it does."""
-        blocks = self._most_blocks(limit)
         for nodes, what in ((self._state.homes, "KV pool"), (self._state.prefills, "prefill pool")):
-            largest = max((n.cache().num_blocks for n in nodes if n.alive), default=blocks)
-            if blocks > largest:
-                size = self._state.block_size
+            pools = [node.cache() for node in nodes if node.alive]
+            if pools and not any(_can_hold(pool, limit) for pool in pools):
+                best = max(pools, key=lambda pool: pool.num_blocks * pool.block_size)
+                size, largest = best.block_size, best.num_blocks
+                blocks = _most_blocks(best, limit)
                 return (
                     f"prompt and output of up to {limit} tokens need {blocks} blocks of {size} "
                     f"tokens, but the largest {what} has {largest}: lower max_tokens or raise "
@@ -104,22 +106,27 @@ class Admission:
             raise RequestError(problem, "max_tokens")
         return limit
 
-    def _most_blocks(self, limit: int) -> int:
-        # The last token is never computed, so it needs no place.
-        return self._state.blocks_for(limit - 1)
-
     def _find_spot(self, seat: Seat) -> _Spot | None:
         if self._dense_full():
             return None
         request = seat.request
         tokens = request.all_token_ids()
         if seat.keys is None:
-            seat.keys = self._state.homes[0].cache().keys(tokens, request.cache_salt)
+            seat.keys = self._keys(request)
         home = self._find_home(seat, tokens)
         if home is None:
             return None
         node = self._find_prefill(seat, tokens) if self._state.prefills else home
         return None if node is None else _Spot(home, _emptiest(node))
+
+    def _keys(self, request: Request) -> dict[int, list[bytes]]:
+        """Keys of the request's tokens for each block size that some pool has."""
+        keys: dict[int, list[bytes]] = {}
+        for node in self._state.homes + self._state.prefills:
+            pool = node.cache()
+            if pool.block_size not in keys:
+                keys[pool.block_size] = pool.keys(request.all_token_ids(), request.cache_salt)
+        return keys
 
     def _dense_full(self) -> bool:
         """All places for decoding are taken or promised (pda: any dense node serves anyone)."""
@@ -133,14 +140,15 @@ class Admission:
         """The home with most blocks left once the request is in."""
         best: tuple[int, Node] | None = None
         for node in self._state.homes:
-            if not node.usable or not self._has_room(node) or not self._can_grow(node, seat):
+            pool = node.cache()
+            if not node.usable or not self._has_room(node) or not _can_hold(pool, seat.limit):
                 continue
-            match = _match(node.cache(), seat, tokens)
+            match = _match(pool, seat, tokens)
             # One block to spare, so that the newcomer does not preempt those who are there.
-            if not node.cache().can_allocate(len(tokens), match, headroom=min(len(node.homed), 1)):
+            if not pool.can_allocate(len(tokens), match, headroom=min(len(node.homed), 1)):
                 continue
-            fresh = self._state.blocks_for(len(tokens)) - len(match.blocks)
-            left = node.cache().num_free - match.num_free - fresh
+            fresh = blocks_for(len(tokens), pool.block_size) - len(match.blocks)
+            left = pool.num_free - match.num_free - fresh
             if best is None or left > best[0]:
                 best = left, node
         return None if best is None else best[1]
@@ -149,14 +157,11 @@ class Admission:
         full = len(node.homed) >= self._state.config.max_num_seqs
         return node.role not in DENSE_ROLES or not full
 
-    def _can_grow(self, node: Node, seat: Seat) -> bool:
-        return self._most_blocks(seat.limit) <= node.cache().num_blocks
-
     def _find_prefill(self, seat: Seat, tokens: list[int]) -> Node | None:
         """The prefill node with least to compute, the request's own missing part included."""
         best: tuple[int, Node] | None = None
         for node in self._state.prefills:
-            if not node.usable or not self._can_grow(node, seat):
+            if not node.usable or not _can_hold(node.cache(), seat.limit):
                 continue
             match = _match(node.cache(), seat, tokens)
             if not node.cache().can_allocate(len(tokens), match):
@@ -171,31 +176,35 @@ class Admission:
         request, lane = seat.request, spot.lane
         tokens = request.all_token_ids()
         number, limit = request.number, len(tokens) - 1
-        blocks, held = spot.home.cache().allocate(number, tokens, len(tokens), limit, seat.keys)
-        seat.home, seat.room = spot.home, len(blocks) * self._state.block_size
+        pool = spot.home.cache()
+        blocks, held = pool.allocate(number, tokens, len(tokens), limit, _keys_of(seat, pool))
+        seat.home, seat.room = spot.home, len(blocks) * pool.block_size
         spot.home.homed[number] = seat
         cached = held
         if lane.node is not spot.home:
             seat.prefill = lane.node
-            _, cached = lane.node.cache().allocate(number, tokens, len(tokens), limit, seat.keys)
-            self._promise(seat, spot.home, blocks[held // self._state.block_size :])
+            own = lane.node.cache()
+            _, cached = own.allocate(number, tokens, len(tokens), limit, _keys_of(seat, own))
+            self._promise(seat, blocks[held // pool.block_size :], held, len(tokens) - held)
         request.num_computed = request.num_cached = cached
         seat.lane = lane
         lane.members[number] = seat
 
-    def _promise(self, seat: Seat, home: Node, blocks: list[int]) -> None:
+    def _promise(self, seat: Seat, blocks: list[int], start: int, count: int) -> None:
         """Tells the home what will come. There is always a block to send, as the last token is
         never taken from a cache."""
         assert blocks
         assert seat.prefill is not None
-        request = seat.request
+        assert seat.home is not None
+        request, home = seat.request, seat.home
         slot = home.new_slot()
         home.transfers[slot] = seat
         seat.transfer = Transfer(slot, len(blocks))
         source = seat.prefill.name
-        self._state.send(
-            home, ExpectTransfer(slot, request.number, request.incarnation, source, blocks)
+        promise = ExpectTransfer(
+            slot, request.number, request.incarnation, source, blocks, start, count
         )
+        self._state.send(home, promise)
 
     def _decode_lane(self, seat: Seat) -> Lane | None:
         """The least loaded lane that may serve the seat, on a node with a place left."""
@@ -213,7 +222,21 @@ class Admission:
 
 def _match(pool: KVCacheManager, seat: Seat, tokens: list[int]) -> Match:
     # The last token is computed in any case: its logits give the next one.
-    return pool.match_prefix(tokens, len(tokens) - 1, seat.keys)
+    return pool.match_prefix(tokens, len(tokens) - 1, _keys_of(seat, pool))
+
+
+def _keys_of(seat: Seat, pool: KVCacheManager) -> list[bytes] | None:
+    return seat.keys[pool.block_size] if seat.keys is not None else None
+
+
+def _most_blocks(pool: KVCacheManager, limit: int) -> int:
+    # The last token is never computed, so it needs no place.
+    return blocks_for(limit - 1, pool.block_size)
+
+
+def _can_hold(pool: KVCacheManager, limit: int) -> bool:
+    """The pool, if it were empty, holds a request of ``limit`` tokens."""
+    return _most_blocks(pool, limit) <= pool.num_blocks
 
 
 def _load(lane: Lane) -> tuple[int, int]:

@@ -43,7 +43,8 @@ def _check_seat(state: State, seat: Seat) -> None:
     assert not request.finished or seat.in_flight, f"request {request.number} keeps its seat"
     if seat.home is not None:
         assert seat.home.homed[request.number] is seat
-        assert seat.room == seat.home.cache().num_held(request.number) * state.block_size
+        home = seat.home.cache()
+        assert seat.room == home.num_held(request.number) * home.block_size
         assert seat.room >= request.num_computed
     if seat.lane is not None:
         assert seat.home is not None

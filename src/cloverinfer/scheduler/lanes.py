@@ -42,7 +42,7 @@ class LanePlanner:
         while True:
             new = home.cache().ensure(seat.request.number, seat.request.num_computed + 1)
             if new is not None:
-                seat.room += len(new) * self._state.block_size
+                seat.room += len(new) * home.cache().block_size
                 return
             candidates = [other for other in home.homed.values() if _preemptible(other)]
             victim = max(candidates, key=_order)
@@ -88,7 +88,7 @@ class LanePlanner:
             count = seat.missing
             if count > max(budget, least):
                 # A chunk that does not end the prompt ends with a block.
-                size = self._state.block_size
+                size = seat.block_size
                 end = (seat.request.num_computed + max(budget, least)) // size * size
                 count = end - seat.request.num_computed
             rows.append(_row(seat, count))
@@ -99,7 +99,7 @@ class LanePlanner:
         """Tokens of the shortest chunk that the seat's next row can be."""
         if not self._state.config.enable_chunked_prefill:
             return seat.missing
-        size = self._state.block_size
+        size = seat.block_size
         return min(seat.missing, size - seat.request.num_computed % size)
 
     def _by_home(self, node: Node, rows: list[Row]) -> list[Row]:

@@ -154,7 +154,8 @@ def _push(seat: Seat, home: Node) -> Push:
     assert seat.transfer is not None
     blocks = home.cache().table(seat.request.number)
     skip = len(blocks) - seat.transfer.num_blocks
-    return Push(home.name, seat.transfer.slot, blocks, skip)
+    start = skip * home.cache().block_size
+    return Push(home.name, seat.transfer.slot, blocks, skip, start)
 
 
 def _waited(lane: Lane, now: float) -> float:

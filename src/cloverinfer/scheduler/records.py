@@ -30,6 +30,8 @@ class SchedNode:
     """colocated, prefill, decode (dense + attention), dense or attention."""
     kv_blocks: int
     """Blocks of its pool; 0 without one."""
+    block_size: int | None = None
+    """Tokens per block of its pool; None: as the cache's configuration says."""
 
 
 @dataclass(frozen=True)

@@ -112,11 +112,11 @@ class Results:
 
     def _confirm(self, lane: Lane, row: Row) -> None:
         """Makes blocks that this step filled findable in the pool they were computed into."""
-        size = self._state.block_size
-        if row.start // size == (row.start + row.count) // size:
-            return
         node = lane.node if lane.node.pool is not None else row.seat.home
         assert node is not None
+        size = node.cache().block_size
+        if row.start // size == (row.start + row.count) // size:
+            return
         _confirm_in(node.cache(), row.seat.request)
 
     def _confirm_home(self, seat: Seat) -> None:

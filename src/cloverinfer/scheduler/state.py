@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from ..config import CacheConfig, SchedulerConfig
 from ..core.request import Request, RequestState
-from ..kvcache.layout import blocks_for
 from ..kvcache.manager import KVCacheManager
 from ..wire.messages import CancelTransfer, Message
 from ..wire.notices import MAX_TRANSFERS
@@ -43,8 +42,8 @@ class Seat:
     """Most tokens, prompt included."""
     stops: frozenset[int]
     """Tokens that end it."""
-    keys: list[bytes] | None = None
-    """Keys of its tokens' full blocks, made at admission."""
+    keys: dict[int, list[bytes]] | None = None
+    """Keys of its tokens' full blocks by block size, made at admission."""
     home: Node | None = None
     """Node whose pool it lives in while it decodes; set from admission on."""
     prefill: Node | None = None
@@ -61,6 +60,13 @@ class Seat:
     def missing(self) -> int:
         """Tokens still to compute."""
         return self.request.num_tokens - self.request.num_computed
+
+    @property
+    def block_size(self) -> int:
+        """Of the pool it is computed into."""
+        node = self.prefill or self.home
+        assert node is not None
+        return node.cache().block_size
 
 
 @dataclass(frozen=True)
@@ -158,7 +164,6 @@ class State:
         self, config: SchedulerConfig, cache: CacheConfig, topology: str, nodes: list[SchedNode]
     ) -> None:
         self.config = config
-        self.block_size = cache.block_size
         self.topology = topology
         self.nodes = {node.name: self._make_node(node, cache) for node in nodes}
         self.homes = [node for node in self.nodes.values() if node.role in HOME_ROLES]
@@ -176,7 +181,8 @@ class State:
     def _make_node(self, node: SchedNode, cache: CacheConfig) -> Node:
         pool = None
         if node.role in POOL_ROLES:
-            pool = KVCacheManager(node.kv_blocks, cache.block_size, cache.enable_prefix_caching)
+            size = node.block_size or cache.block_size
+            pool = KVCacheManager(node.kv_blocks, size, cache.enable_prefix_caching)
         made = Node(node.name, node.role, pool)
         count = 1 if node.role == "prefill" else self.config.num_wavefronts
         if node.role != "attention":
@@ -204,9 +210,6 @@ class State:
         """Roles that no node is alive for."""
         nodes = self.nodes.values()
         return sorted({node.role for node in nodes} - {node.role for node in nodes if node.alive})
-
-    def blocks_for(self, num_tokens: int) -> int:
-        return blocks_for(num_tokens, self.block_size)
 
     def send(self, node: Node, message: Message) -> None:
         if node.alive:

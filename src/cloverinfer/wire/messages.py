@@ -56,9 +56,11 @@ class Push(msgspec.Struct, array_like=True):
     transfer: int
     """Slot of the transfer at the receiver."""
     blocks: list[int]
-    """Receiver's blocks, one for each block of the request."""
+    """Receiver's blocks, one for each of its block size in the request."""
     skip: int
     """Leading blocks that the receiver already holds, which are not sent."""
+    start: int
+    """Tokens in those blocks."""
 
 
 class Join(msgspec.Struct, array_like=True):
@@ -134,6 +136,12 @@ class ExpectTransfer(msgspec.Struct, array_like=True, tag="expect"):
     """Name of the prefill node."""
     blocks: list[int]
     """The receiver's blocks that will be written, each once per layer."""
+    start: int
+    """Position of the first token in them."""
+    count: int
+    """Tokens that will be written; the last block may stay partly empty."""
+    others: list[str] = []
+    """Further senders, where each has some of the KV heads."""
 
 
 class CancelTransfer(msgspec.Struct, array_like=True, tag="cancel"):
