@@ -109,13 +109,14 @@ def test_a_prompt_past_context_or_pool_is_refused_with_numbers(llm):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"max_tokens": 0}, {"max_tokens": -1}, {"temperature": -1}, {"temperature": float("nan")},
+    [{"max_tokens": -1}, {"temperature": -1}, {"temperature": float("nan")},
      {"top_p": 0}, {"top_p": 1.1}, {"top_k": -5}, {"seed": 2**70}, {"stop": [""]},
      {"max_tokens": True}, {"max_tokens": 2**64}, {"top_k": 10**30}, {"temperature": 10**400},
      {"stop_token_ids": [2**40]}, {"min_p": 1.5}, {"presence_penalty": 2.5},
      {"frequency_penalty": "1"}, {"repetition_penalty": 0}, {"logit_bias": {1: 101}},
      {"logit_bias": {-1: 1}}, {"logit_bias": [1]}, {"bad_words": [""]}, {"bad_words": "no"},
      {"min_tokens": -1}, {"min_tokens": 200}, {"logprobs": 21}, {"logprobs": True},
+     {"prompt_logprobs": -1}, {"n": 0}, {"n": 129},
      {"skip_special_tokens": 1}],
 )  # fmt: skip
 def test_absurd_parameters_are_refused(fields):

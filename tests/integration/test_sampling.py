@@ -218,6 +218,68 @@ def test_a_salt_and_a_priority_change_no_tokens(llm):
         assert caught.value.param == next(iter(wrong))
 
 
+def check_prompt_logprobs(peer, prompt, records, count):
+    assert len(records) == len(prompt)
+    assert records[0] is None
+    wanted = scores(peer, prompt)
+    for token, record, row in zip(prompt[1:], records[1:], wanted, strict=False):
+        assert record.token_id == token
+        assert record.logprob == pytest.approx(float(row[token]), abs=2e-4)
+        best = row.topk(count).values.tolist() if count else []
+        assert record.top_logprobs == pytest.approx(best, abs=2e-4)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_prompts_are_scored_in_full_whatever_is_cached(folder, peer, topology, monkeypatch):
+    """In chunks of one block beside other requests; the first time nothing is cached, then all."""
+    monkeypatch.setattr("cloverinfer.nodes.forward.SCORE_TOKENS", 7)
+    model = ModelConfig(model_path=folder, dtype="float32")
+    limits = {"num_blocks": 64, "block_size": 16, "max_num_batched_tokens": 24}
+    with LLM(model, topology=topology, **limits) as llm:
+        plain = llm.generate(PROMPTS, asked())
+        params = [
+            asked(prompt_logprobs=3),
+            asked(prompt_logprobs=0, max_tokens=0),
+            asked(prompt_logprobs=5, logprobs=1, n=2),
+            asked(),
+        ]
+        for _ in range(2):
+            done = llm.generate(PROMPTS, params)
+            for i, count in ((0, 3), (1, 0), (2, 5)):
+                check_prompt_logprobs(peer, PROMPTS[i], done[i].prompt_logprobs, count)
+            assert done[3].prompt_logprobs is None
+            assert done[2].metrics["cached_tokens"] == 0
+            assert done[2].alternatives[0].prompt_logprobs is None
+            assert done[2].alternatives[0].metrics["cached_tokens"] == 32
+            for i in (0, 2, 3):
+                assert done[i].token_ids == plain[i].token_ids
+        check_idle(llm)
+
+
+def test_no_tokens_may_be_asked_for(llm, peer):
+    longest = [7] * llm.engine.max_model_len
+    done = llm.generate([[1, 2, 3], longest], asked(max_tokens=0, prompt_logprobs=2, logprobs=1))
+    for one in done:
+        assert (one.token_ids, one.text, one.finish_reason) == ([], "", "length")
+        assert one.logprobs == []
+        assert one.metrics["ttft"] is None
+    check_prompt_logprobs(peer, [1, 2, 3], done[0].prompt_logprobs, 2)
+    assert len(done[1].prompt_logprobs) == len(longest)
+    (none,) = llm.generate([[1]], asked(max_tokens=0, n=2))
+    assert [one.token_ids for one in (none, *none.alternatives)] == [[], []]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_prompt_logprobs_survive_preemption(tight, topology, peer):
+    with tight(topology) as llm:
+        params = asked(max_tokens=40, prompt_logprobs=2)
+        done = llm.generate(PROMPTS * 2, params)
+        assert sum(one.metrics["preemptions"] for one in done) > 0
+        for prompt, one in zip(PROMPTS * 2, done, strict=True):
+            check_prompt_logprobs(peer, prompt, one.prompt_logprobs, 2)
+        check_idle(llm)
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_preemption_changes_no_logprobs(tight, topology, peer):
     with tight(topology) as llm:

@@ -130,7 +130,7 @@ def test_a_dash_reads_stdin(engines: list[Any], monkeypatch: pytest.MonkeyPatch)
     [
         (["--topology", "pd", "--attention", "1"], "'pd' has no attention nodes"),
         (["--topology", "colocated", "--prefill", "1"], "'colocated' has no prefill nodes"),
-        (["--max-tokens", "0"], "max_tokens must be an integer from 1 to 2147483647, not 0"),
+        (["--max-tokens", "-1"], "max_tokens must be an integer from 0 to 2147483647, not -1"),
         (["--temperature", "-1"], "temperature must be"),
         (["--stop", ""], "stop must be"),
         (["--block-size", "24"], "cache.block_size must be a power of two"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from .logprobs import TokenLogprobs
 from .sampling import SamplingParams
 
 
@@ -54,6 +55,8 @@ class Request:
     bad_words: list[list[int]] = field(default_factory=list)
     """``sampling.bad_words`` as tokens."""
     output_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """Of the prompt's tokens so far, where asked for; None for the first one."""
     num_computed: int = 0
     """Tokens whose keys and values exist in this incarnation; ``num_computed <= num_tokens``."""
     incarnation: int = 0
@@ -85,6 +88,17 @@ class Request:
 
     def all_token_ids(self) -> list[int]:
         return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """They are still to be computed, and so is the whole prompt."""
+        return self.sampling.prompt_logprobs is not None and not self.output_token_ids
+
+    def score(self, start: int, scores: list[TokenLogprobs]) -> None:
+        """Takes those of the tokens after positions ``start`` and on; a prompt that is computed
+        anew replaces what was known."""
+        assert len(self.prompt_logprobs) > start, "part of the prompt was passed over"
+        self.prompt_logprobs = [*self.prompt_logprobs[: start + 1], *scores]
 
     def advance(self, state: RequestState, now: float) -> None:
         """Moves to ``state``; a move outside the table is our own mistake."""

@@ -28,7 +28,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     """Sequences to generate from the prompt, 1 to 128."""
     max_tokens: int = 128
-    """Most tokens to generate, at least 1."""
+    """Most tokens to generate; 0 reads the prompt only (for ``prompt_logprobs``, say)."""
     min_tokens: int = 0
     """No end of sequence, stop token or stop string before this many tokens."""
     temperature: float = 1.0
@@ -64,6 +64,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Leave special tokens out of the text."""
     logprobs: int | None = None
     """Log-probabilities of each generated token and of this many likeliest ones, 0 to 20."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first. The prompt is computed in full, whatever
+    of it is cached."""
 
     def __post_init__(self) -> None:
         put = msgspec.structs.force_setattr
@@ -82,11 +85,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def each(self) -> list[SamplingParams]:
-        """The parameters of each of the ``n`` sequences: that of index i has the seed plus i."""
+        """The parameters of each of the ``n`` sequences: that of index i has the seed plus i, and
+        the first alone asks about the prompt."""
         if self.n == 1:
             return [self]
         seeds = [None if self.seed is None else _wrapped(self.seed + i) for i in range(self.n)]
-        return [msgspec.structs.replace(self, n=1, seed=seed) for seed in seeds]
+        first, *others = (msgspec.structs.replace(self, n=1, seed=seed) for seed in seeds)
+        return [first, *(msgspec.structs.replace(one, prompt_logprobs=None) for one in others)]
 
     @property
     def greedy(self) -> bool:
@@ -166,7 +171,7 @@ def _or_none(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("n", _whole(1, MAX_N), f"an integer from 1 to {MAX_N}"),
-    ("max_tokens", _whole(1, MOST), f"an integer from 1 to {MOST}"),
+    ("max_tokens", _whole(0, MOST), f"an integer from 0 to {MOST}"),
     ("min_tokens", _whole(0, MOST), "an integer from 0 to max_tokens"),
     ("temperature", _real(0, 100), "a number in [0, 100]"),
     ("top_k", _whole(-1, MOST), f"an integer from 0 (all) to {MOST}"),
@@ -192,5 +197,6 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("ignore_eos", _is_flag, "true or false"),
     ("skip_special_tokens", _is_flag, "true or false"),
     ("logprobs", _or_none(_whole(0, MAX_LOGPROBS)), f"an integer from 0 to {MAX_LOGPROBS}"),
+    ("prompt_logprobs", _or_none(_whole(0, MAX_LOGPROBS)), f"an integer from 0 to {MAX_LOGPROBS}"),
 )
 """Each parameter with what makes a value good, and how that is said."""

@@ -18,6 +18,9 @@ from ..wire.messages import StepDone, StepPlan, StepStats
 from .gate import Gate, OpenGate
 from .rows import Batch
 
+SCORE_TOKENS = 256
+"""Prompt tokens whose logits are in memory at a time, where a request asks about its prompt."""
+
 
 @dataclass
 class Sampled:
@@ -27,22 +30,58 @@ class Sampled:
     """One for each row that samples."""
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """Of those that asked for them, by index in ``tokens``."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """By index in the plan's rows."""
 
 
 def step_done(name: str, plan: StepPlan, sampled: Sampled, stats: StepStats) -> StepDone:
     """The report of the step on the node called ``name``."""
-    return StepDone(name, plan.lane, plan.step, sampled.tokens, stats, sampled.logprobs)
+    return StepDone(
+        name,
+        plan.lane,
+        plan.step,
+        sampled.tokens,
+        stats,
+        sampled.logprobs,
+        sampled.prompt_logprobs,
+    )
 
 
 def last_stage(half: DenseHalf, batch: Batch, attn_out: torch.Tensor, carry: Carry) -> torch.Tensor:
     """Stage L and logits, of the tokens that are sampled after only: ``[s, c]`` float32."""
-    positions = batch.positions_t
-    if not batch.all_sample:
-        index = batch.sample_tokens
+    index = None if batch.all_sample else batch.sample_tokens
+    return _logits_of(half, index, batch.positions_t, attn_out, carry)
+
+
+def _logits_of(
+    half: DenseHalf,
+    index: torch.Tensor | slice | None,
+    positions: torch.Tensor,
+    attn_out: torch.Tensor,
+    carry: Carry,
+) -> torch.Tensor:
+    """Stage L and logits of the step's tokens in ``index``; None: of all."""
+    if index is not None:
         attn_out, positions = attn_out[index], positions[index]
         carry = tuple(tensor[index] for tensor in carry)
     _, _, _, carry = half.stage(half.num_layers, attn_out, carry, None, positions)
     return half.logits(carry)
+
+
+def prompt_logprobs(
+    half: DenseHalf, batch: Batch, attn_out: torch.Tensor, carry: Carry
+) -> dict[int, list[TokenLogprobs]]:
+    """Those of prompt tokens that the step's rows asked for, by index in the plan's rows."""
+    found: dict[int, list[TokenLogprobs]] = {}
+    for scored in batch.scored:
+        scores = found[scored.row] = []
+        for at in range(0, len(scored.followers), SCORE_TOKENS):
+            followers = scored.followers[at : at + SCORE_TOKENS]
+            first = scored.first + at
+            index = slice(first, first + len(followers))
+            logits = _logits_of(half, index, batch.positions_t, attn_out, carry)
+            scores += token_logprobs(logits, followers, [scored.count] * len(followers))
+    return found
 
 
 def sample_rows(batch: Batch, logits: torch.Tensor) -> Sampled:
@@ -118,7 +157,7 @@ class LocalForward:
             stats.attention_calls += 1
             if on_layer is not None:
                 on_layer(layer)
-        if not batch.sampled:
+        if not batch.sampled and not batch.scored:
             return Sampled()
         return self._finish(batch, attn_out, carry, stats)
 
@@ -148,9 +187,11 @@ class LocalForward:
         assert carry is not None
         with self._gate:
             t0 = time.perf_counter()
-            logits = last_stage(self._half, batch, attn_out, carry)
+            scores = prompt_logprobs(self._half, batch, attn_out, carry)
+            logits = last_stage(self._half, batch, attn_out, carry) if batch.sampled else None
             t1 = time.perf_counter()
-            sampled = sample_rows(batch, logits)
+            sampled = sample_rows(batch, logits) if logits is not None else Sampled()
+            sampled.prompt_logprobs = scores
             t2 = time.perf_counter()
         stats.dense += t1 - t0
         stats.sample += t2 - t1

@@ -91,8 +91,23 @@ class Row:
     pushed: int = 0
     """Leading blocks that the receiver has or has been sent."""
     shaper: Shaper | None = None
+    score_until: int = 0
+    """Tokens before this position have the log-probabilities of their followers reported."""
     chunks: int = 0
     """Chunks that it has been sent."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A stretch of a step's tokens whose followers' log-probabilities were asked for."""
+
+    row: int
+    """Index in the plan."""
+    first: int
+    """Index of its first token in the step."""
+    followers: list[int]
+    count: int
+    """Likeliest tokens to report with each."""
 
 
 @dataclass
@@ -115,6 +130,7 @@ class Batch:
     """Position of each token that will be sampled."""
     all_sample: bool
     """Every token of the step is sampled after: nothing to select."""
+    scored: list[Scored]
 
 
 def slots_of(
@@ -166,6 +182,8 @@ class RowTable:
             held,
             None if shaping is None else Shaper(shaping, join.before, join.start),
         )
+        if join.sampling.prompt_logprobs is not None:
+            self._rows[join.request].score_until = join.start + len(join.tokens) - 1
         if self._tables is not None:
             self._tables.join(join.request, join.blocks)
 
@@ -206,7 +224,23 @@ class RowTable:
             sampled=[rows[i] for i in samples],
             sample_positions=[int(lengths[i]) for i in samples],
             all_sample=len(samples) == len(tokens),
+            scored=_scored(rows, plan, query_starts) if any(r.score_until for r in rows) else [],
         )
+
+
+def _scored(
+    rows: Sequence[Row], plan: StepPlan, query_starts: npt.NDArray[np.int32]
+) -> list[Scored]:
+    found = []
+    for i, row in enumerate(rows):
+        start = plan.starts[i]
+        end = min(start + plan.counts[i], row.score_until)
+        count = row.sampling.prompt_logprobs
+        if count is not None and end > start:
+            at = start + 1 - row.start
+            followers = row.tokens[at : at + end - start]
+            found.append(Scored(i, int(query_starts[i]), followers, count))
+    return found
 
 
 def apply_attention_rows(

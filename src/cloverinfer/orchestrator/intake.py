@@ -74,6 +74,7 @@ class Intake:
             seed=self._seeds.getrandbits(63) if seed is None else seed,
             eos_token_ids=self._eos_token_ids,
             bad_words=self._spellings(sampling.bad_words),
+            prompt_logprobs=[] if sampling.prompt_logprobs is None else [None],
         )
 
     def text_stream(self, sampling: SamplingParams) -> TextStream:

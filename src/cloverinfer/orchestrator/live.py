@@ -30,6 +30,9 @@ class Chunk:
     stop_reason: int | str | None = None
     """On the last chunk: the stop string or stop token that ended it; None for an end of
     sequence."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """On the first chunk of a request that asks for them: one for each token of the prompt, None
+    for the first."""
     index: int = 0
     """Which of the ``n`` sequences of the request it belongs to."""
 
@@ -75,6 +78,7 @@ class Live:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _told_prompt: bool = False
 
     def hear(self, event: TokenEvent) -> None:
         """Takes the next token."""
@@ -117,9 +121,18 @@ class Live:
             "token_ids": self.token_ids,
             "logprobs": self.logprobs if wanted else None,
             "index": self.index,
+            "prompt_logprobs": self._take_prompt_logprobs(),
         }
         self.text, self.token_ids, self.logprobs = "", [], []
         return new
+
+    def _take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Once, when they are whole."""
+        request = self.request
+        if len(request.prompt_logprobs) != request.num_prompt or self._told_prompt:
+            return None
+        self._told_prompt = True
+        return request.prompt_logprobs
 
     def _stop_reason(self) -> int | str | None:
         if self.stream.stopped:

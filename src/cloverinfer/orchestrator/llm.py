@@ -42,6 +42,8 @@ class Completion:
     """One for each of ``token_ids``, where asked for."""
     stop_reason: int | str | None = None
     """The stop string or stop token that ended it; None for an end of sequence."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One for each token of the prompt, None for the first, where asked for."""
     alternatives: tuple[Completion, ...] = ()
     """The others of the ``n`` sequences of its prompt, in order."""
 
@@ -320,6 +322,7 @@ def _completion(chunks: Sequence[Chunk]) -> Completion:
         last.metrics,
         _joined([chunk.logprobs for chunk in chunks]),
         last.stop_reason,
+        next((c.prompt_logprobs for c in chunks if c.prompt_logprobs is not None), None),
     )
 
 

@@ -94,13 +94,15 @@ class Admission:
         prompt = request.num_prompt
         if prompt == 0:
             raise RequestError("the prompt is empty: it must have at least one token", "prompt")
-        if prompt + 1 > self._max_model_len:
+        most = request.sampling.max_tokens
+        if prompt + min(1, most) > self._max_model_len:
             raise RequestError(
                 f"the prompt of {prompt} tokens leaves no room for output in a context of "
                 f"{self._max_model_len} tokens",
                 "prompt",
             )
-        limit = min(prompt + request.sampling.max_tokens, self._max_model_len)
+        # A prompt that is only read needs as much room as one that ends with its first token.
+        limit = max(min(prompt + most, self._max_model_len), prompt + 1)
         problem = self.fits_somewhere(limit)
         if problem is not None:
             raise RequestError(problem, "max_tokens")
@@ -143,7 +145,7 @@ class Admission:
             pool = node.cache()
             if not node.usable or not self._has_room(node) or not _can_hold(pool, seat.limit):
                 continue
-            match = _match(pool, seat, tokens)
+            match = self._match(node, seat, tokens)
             # One block to spare, so that the newcomer does not preempt those who are there.
             if not pool.can_allocate(len(tokens), match, headroom=min(len(node.homed), 1)):
                 continue
@@ -163,7 +165,7 @@ class Admission:
         for node in self._state.prefills:
             if not node.usable or not _can_hold(node.cache(), seat.limit):
                 continue
-            match = _match(node.cache(), seat, tokens)
+            match = self._match(node, seat, tokens)
             if not node.cache().can_allocate(len(tokens), match):
                 continue
             load = sum(other.missing for other in node.lanes[0].members.values())
@@ -175,20 +177,32 @@ class Admission:
     def _seat(self, seat: Seat, spot: _Spot) -> None:
         request, lane = seat.request, spot.lane
         tokens = request.all_token_ids()
-        number, limit = request.number, len(tokens) - 1
-        pool = spot.home.cache()
+        number, pool = request.number, spot.home.cache()
+        limit = self._cacheable(spot.home, seat)
         blocks, held = pool.allocate(number, tokens, len(tokens), limit, _keys_of(seat, pool))
         seat.home, seat.room = spot.home, len(blocks) * pool.block_size
         spot.home.homed[number] = seat
         cached = held
         if lane.node is not spot.home:
             seat.prefill = lane.node
-            own = lane.node.cache()
+            own, limit = lane.node.cache(), self._cacheable(lane.node, seat)
             _, cached = own.allocate(number, tokens, len(tokens), limit, _keys_of(seat, own))
             self._promise(seat, blocks[held // pool.block_size :], held, len(tokens) - held)
         request.num_computed = request.num_cached = cached
         seat.lane = lane
         lane.members[number] = seat
+
+    def _match(self, node: Node, seat: Seat, tokens: list[int]) -> Match:
+        pool = node.cache()
+        return pool.match_prefix(tokens, self._cacheable(node, seat), _keys_of(seat, pool))
+
+    def _cacheable(self, node: Node, seat: Seat) -> int:
+        """Tokens that need not be computed where the node's pool has them."""
+        computes = not self._state.prefills or node.role == "prefill"
+        if computes and seat.request.wants_prompt_logprobs:
+            return 0
+        # The last token is computed in any case: its logits give the next one.
+        return seat.request.num_tokens - 1
 
     def _promise(self, seat: Seat, blocks: list[int], start: int, count: int) -> None:
         """Tells the home what will come. There is always a block to send, as the last token is
@@ -218,11 +232,6 @@ class Admission:
             if lane.usable
         ]
         return min(lanes, key=_load, default=None)
-
-
-def _match(pool: KVCacheManager, seat: Seat, tokens: list[int]) -> Match:
-    # The last token is computed in any case: its logits give the next one.
-    return pool.match_prefix(tokens, len(tokens) - 1, _keys_of(seat, pool))
 
 
 def _keys_of(seat: Seat, pool: KVCacheManager) -> list[bytes] | None:

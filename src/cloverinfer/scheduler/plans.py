@@ -131,6 +131,7 @@ def _sampling(seat: Seat) -> Sampling:
         top_p=given.top_p,
         seed=request.seed,
         logprobs=given.logprobs,
+        prompt_logprobs=given.prompt_logprobs if request.wants_prompt_logprobs else None,
         min_p=given.min_p,
         shaping=_shaping(seat) if given.shapes_logits else None,
     )

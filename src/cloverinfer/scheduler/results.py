@@ -35,11 +35,13 @@ class Results:
             return []
         events: list[TokenEvent] = []
         sampled = _sampled(done)
-        for row in self._land(lane).rows:
+        for i, row in enumerate(self._land(lane).rows):
             said = next(sampled) if row.samples else None
             if row.seat.request.finished:
                 self._state.vacate(row.seat)
             else:
+                if i in done.prompt_logprobs:
+                    row.seat.request.score(row.start, done.prompt_logprobs[i])
                 self._advance(lane, row, said, now, events)
         _mark_idle(lane, now)
         return events
@@ -95,6 +97,9 @@ class Results:
         request.num_computed = row.start + row.count
         self._confirm(lane, row)
         if said is None:
+            return
+        if request.sampling.max_tokens == 0:
+            self._state.end(seat, RequestState.FINISHED, "length", now)
             return
         token, logprobs = said
         request.output_token_ids.append(token)

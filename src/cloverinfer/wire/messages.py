@@ -44,6 +44,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     logprobs: int | None = None
     """Likeliest tokens to report with each token; None: no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """The same for each token that the join carries but the first; for prefill."""
     min_p: float = 0.0
     shaping: Shaping | None = None
 
@@ -212,6 +214,9 @@ class StepDone(msgspec.Struct, array_like=True, tag="done"):
     stats: StepStats
     logprobs: dict[int, TokenLogprobs] = {}
     """Of the rows that asked for them, by index in ``tokens``."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    """Of the tokens after each of the row's in this step, the last of the prompt apart; by index
+    in the plan's rows."""
 
 
 class StepFailed(msgspec.Struct, array_like=True, tag="failed"):
