@@ -6,6 +6,7 @@ Beside them a fake engine, which the commands and the server are tested with.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import sys
@@ -19,7 +20,7 @@ import pytest
 from hypothesis import settings
 
 from cloverinfer.config.load import SECTIONS
-from cloverinfer.core.errors import EngineClosedError, RequestError
+from cloverinfer.core.errors import EngineClosedError, RequestError, check_text
 from cloverinfer.core.logprobs import TokenLogprobs
 from cloverinfer.orchestrator.counters import Counters, EngineStats
 
@@ -69,6 +70,7 @@ class FakeTokenizer:
         """Whether a chat's prompt shows how it ends."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        text.encode()  # which no tokenizer does for what is no Unicode
         for word in text.split():
             if word not in self.words:
                 self.words.append(word)
@@ -95,6 +97,7 @@ class FakeTokenizer:
         self.template, self.variables = template, variables or {}
         self.messages = messages
         text = " ".join(f"{one['role']}: {one['content']}" for one in messages)
+        check_text(text + json.dumps(self.variables, ensure_ascii=False), "messages")
         end = "" if continue_final else " assistant:" if add_generation_prompt else " end"
         return self.encode(text + (end if self.ends else ""))
 
@@ -177,6 +180,8 @@ class FakeEngine:
 
     def _check(self, prompt: Any, sampling: Any) -> int:
         self.asked.append((prompt, sampling))
+        for text in (*sampling.stop, *sampling.bad_words):
+            check_text(text, "stop")
         if self.refusal is not None:
             raise self.refusal
         length = self._length(prompt)

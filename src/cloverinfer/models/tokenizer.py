@@ -14,7 +14,7 @@ from typing import Any
 
 import tokenizers
 
-from ..core.errors import ModelError, RequestError
+from ..core.errors import ModelError, RequestError, check_text
 from .chat_template import render, render_open
 from .convert import NO_TOKENIZER
 
@@ -136,6 +136,7 @@ class Tokenizer:
         text = self.apply_chat_template(
             messages, add_generation_prompt, continue_final, template, variables
         )
+        check_text(text, "messages")  # names and tools may bring what no tokenizer can read
         return self.encode(text, add_special_tokens=False)
 
     @classmethod

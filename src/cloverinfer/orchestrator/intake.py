@@ -50,6 +50,8 @@ class Intake:
             if getattr(sampling, name) and self.tokenizer is None:
                 what = name.replace("_", " ").replace("stop", "stop strings")
                 raise RequestError(f"{what} need a tokenizer, which this model lacks", name)
+            for text in getattr(sampling, name):
+                check_text(text, name)
         vocab = self._vocab_size
         bad = next((token for token in sampling.logit_bias or {} if token >= vocab), None)
         if bad is not None:
