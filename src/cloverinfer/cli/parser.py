@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from . import generate, serve
+from . import generate, serve, verify
 
 EXIT_USAGE = 2
-COMMANDS = (generate, serve)
+COMMANDS = (generate, serve, verify)
 """Modules with ``add(commands)``, which adds the command's parser, and ``run(args)``."""
 
 

@@ -12,7 +12,7 @@ from .base import (
     Slices,
     Ticket,
 )
-from .registry import capabilities, create_endpoint, missing, transport_names
+from .registry import capabilities, create_endpoint, join, missing, transport_names
 
 __all__ = [
     "Capabilities",
@@ -27,6 +27,7 @@ __all__ = [
     "Ticket",
     "capabilities",
     "create_endpoint",
+    "join",
     "missing",
     "transport_names",
 ]

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 from ..core.errors import TransportError
-from ._tcp_address import TcpAddress
+from ._tcp_address import ANYONE, TcpAddress
 from ._tcp_meet import (
     DIALLER,
     HELLO_BYTES,
@@ -171,7 +171,7 @@ class Acceptor:
         found = Verdict.WELCOME
         if hello.version != VERSION:
             found = Verdict.VERSION
-        elif hello.incarnation != self._address.incarnation:
+        elif hello.incarnation not in (self._address.incarnation, ANYONE):
             found = Verdict.INCARNATION
         proof = self._secret.proof(LISTENER, guest.said, guest.nonce)
         guest.sock.send(challenge(found, guest.nonce, proof))

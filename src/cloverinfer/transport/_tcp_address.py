@@ -16,6 +16,8 @@ PORTS_TRIED = 64
 """From a configured port upwards: several nodes of one host share one configuration."""
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5})/([0-9a-f]{16})")
 _WILDCARDS = ("0.0.0.0", "::")
+ANYONE = "0" * 16
+"""The incarnation of whoever listens; no endpoint has it."""
 MOST_BYTES = 255
 """Length of the longest address, which travels in a field of fixed size."""
 
@@ -38,6 +40,12 @@ class TcpAddress:
         if match is None or len(text.encode()) > MOST_BYTES:
             raise TransportError(f"{text!r} is not the address of a tcp endpoint")
         return cls(match[1].strip("[]"), int(match[2]), match[3])
+
+
+def whoever_listens(host: str, port: int) -> str:
+    """An address that any endpoint at this place accepts. It is good for one message, to be told
+    the endpoint's own address by the answer: regions and puts are for that."""
+    return str(TcpAddress(host, port, ANYONE))
 
 
 def listen(network: NetworkConfig) -> tuple[socket.socket, TcpAddress]:

@@ -65,6 +65,18 @@ def missing() -> str:
     return "" if ray.is_initialized() else "this process is not connected to Ray: use executor ray"
 
 
+def join() -> None:
+    """Connects this process to the cluster at RAY_ADDRESS, or the one of this host."""
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False)
+    except (ConnectionError, ValueError) as error:
+        raise TransportError(
+            "there is no Ray cluster to join: run `ray start --head`, or set RAY_ADDRESS"
+        ) from error
+
+
 class Parcel(NamedTuple):
     """The bytes of one put: ``data`` cut into ``length`` bytes for each of ``offsets``."""
 

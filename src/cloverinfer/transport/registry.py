@@ -35,6 +35,14 @@ def missing(transport: str) -> str:
     return str(_module(transport).missing())
 
 
+def join(transport: str) -> None:
+    """Does what a process must have done before it has endpoints of a transport, where that is
+    more than nothing; ``TransportError`` where it fails."""
+    module = _module(transport)
+    if hasattr(module, "join"):
+        module.join()
+
+
 def capabilities(transport: str) -> Capabilities:
     """What a transport can do, without an endpoint of it."""
     made: Capabilities = getattr(_module(transport), _CLASSES[transport]).capabilities

@@ -44,7 +44,7 @@ from ._shared import (
     seconds_left,
 )
 from ._tcp_accept import Acceptor
-from ._tcp_address import TcpAddress, listen
+from ._tcp_address import TcpAddress, listen, whoever_listens
 from ._tcp_meet import Hello, Secret, dial
 from .base import (
     DEFAULT_TIMEOUT,
@@ -59,6 +59,8 @@ from .base import (
     Slices,
     Ticket,
 )
+
+__all__ = ["TcpEndpoint", "missing", "whoever_listens"]
 
 MOST_LOOPS = 4
 """Threads of one endpoint that move bytes."""
