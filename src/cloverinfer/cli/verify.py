@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from ..config.cluster import TRANSPORTS
 from ..config.network import NetworkConfig
-from ..transport import transport_names
 from .flags import config_of, option
 
 LISTEN_HERE = ""
@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
     )
     verify.set_defaults(command=run, parser=verify)
     add = verify.add_argument
-    names = [name for name in transport_names() if name != "null"]
+    names = [name for name in TRANSPORTS if name != "auto"]
     text = "check this one; repeatable (default: all that this host has)"
     add("--transport", action="append", default=[], choices=names, dest="names", help=text)
     side = verify.add_mutually_exclusive_group()
