@@ -6,11 +6,13 @@ Beside them a fake engine, which the commands and the server are tested with.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import random
 import sys
 import time
+import types
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -167,10 +169,17 @@ class FakeEngine:
         self.options = (priority, cache_salt)
         left = sampling.n
         try:
+            if total == 0:
+                left = 0
+                scores = [None, *self._scores(prompt, sampling)[1:]]
+                yield FakeChunk("", [], "length", prompt_logprobs=scores)
             for i in range(total):
                 await asyncio.sleep(self.delay)
                 for index in range(sampling.n):
                     chunk = self._chunk(i, total, prompt, index)
+                    if i == index == 0 and sampling.prompt_logprobs is not None:
+                        scores = [None, *self._scores(prompt, sampling)[1:]]
+                        chunk = dataclasses.replace(chunk, prompt_logprobs=scores)
                     left -= chunk.finish_reason is not None
                     yield chunk
                 if left == 0:
@@ -188,6 +197,9 @@ class FakeEngine:
         if length >= self.max_model_len:
             raise RequestError(f"{length} tokens where {self.max_model_len} fit", "prompt")
         return len(self.pieces) if self.pieces is not None else sampling.max_tokens
+
+    def _scores(self, prompt: Any, sampling: Any) -> list[TokenLogprobs]:
+        return [TokenLogprobs(one, -0.25, 1, [one, 3], [-0.25, -2.0]) for one in prompt]
 
     def _length(self, prompt: Any) -> int:
         return len(prompt.split() if isinstance(prompt, str) else prompt)
@@ -208,3 +220,18 @@ class FakeEngine:
 @pytest.fixture
 def engine() -> FakeEngine:
     return FakeEngine()
+
+
+@pytest.fixture
+def engines(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The engines that commands made; the class is that of the fake."""
+    made: list[Any] = []
+
+    def make(*arguments: Any) -> Any:
+        made.append(type(engine)(*arguments))
+        return made[-1]
+
+    module = types.ModuleType("cloverinfer.orchestrator.llm")
+    module.AsyncLLM = make  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cloverinfer.orchestrator.llm", module)
+    return made

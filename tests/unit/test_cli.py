@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +39,6 @@ from cloverinfer.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 """Runs the command line in a process of its own over a slow fake engine."""
-
-
-@pytest.fixture
-def engines(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The engines that commands made; the class is that of the fake."""
-    made: list[Any] = []
-
-    def make(*arguments: Any) -> Any:
-        made.append(type(engine)(*arguments))
-        return made[-1]
-
-    module = types.ModuleType("cloverinfer.orchestrator.llm")
-    module.AsyncLLM = make  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cloverinfer.orchestrator.llm", module)
-    return made
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:

@@ -197,6 +197,18 @@ def test_https_is_spoken_with_a_certificate(engine: Any, tmp_path: Path) -> None
         assert httpx.get(f"{base}/v1/models", verify=context).status_code == 200
 
 
+def test_a_prefix_of_a_proxy_is_taken_off(engine: Any) -> None:
+    settings = ServerConfig(root_path="/llm", api_key="k")
+    with serving(Catalog.single(engine, "m"), settings) as (base, _):
+        assert httpx.get(f"{base}/health").status_code == 200
+        refused(httpx.get(f"{base}/v1/models"), 401, None, "API key")
+        key = {"Authorization": "Bearer k"}
+        assert httpx.get(f"{base}/v1/models", headers=key).status_code == 200
+        refused(httpx.get(f"{base}/v1/embeddings", headers=key), 404, None, "does not serve")
+        server = httpx.get(f"{base}/openapi.json").json()["servers"]
+        assert server == [{"url": "/llm"}]
+
+
 async def _streamed(base: str, server: Any) -> tuple[str, list[int], str]:
     """A stream that is under way when the server is told to stop; statuses of what came later."""
     async with httpx.AsyncClient(base_url=base, timeout=20) as client:

@@ -209,7 +209,40 @@ def test_no_tokens_with_echo_is_the_prompt(client: TestClient, engine: Any, stre
     assert {one["finish_reason"] for one in choices} == {"length"}
     assert engine.asked == []
     refused(complete(client, max_tokens=0), 400, "max_tokens", "with echo")
-    refused(chat(client, max_tokens=0), 400, "max_tokens", "from 1")
+    refused(chat(client, max_tokens=0), 400, "max_tokens", "at least 1")
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_an_echo_with_log_probabilities_has_the_prompts(
+    client: TestClient, engine: Any, limit: int
+) -> None:
+    body = complete(client, echo=True, logprobs=2, max_tokens=limit, n=2).json()
+    assert (engine.asked[0][1].prompt_logprobs, engine.asked[0][1].max_tokens) == (2, limit)
+    if limit == 0:
+        return  # the fake answers once
+    for choice in body["choices"]:
+        scores = choice["logprobs"]
+        assert choice["text"] == "a b cw0 w1 "
+        assert scores["tokens"] == ["w0 ", "w1 ", "w2 ", "w0 ", "w1 "]
+        assert scores["token_logprobs"] == [None, -0.25, -0.25, -0.5, -0.5]
+        assert scores["top_logprobs"][0] is None
+        assert scores["top_logprobs"][1]["w1 "] == -0.25
+        assert scores["text_offset"] == [0, 3, 6, 9, 12]
+    refused(complete(client, echo=True, logprobs=1, stream=True), 400, "echo", "streamed")
+
+
+def test_log_probabilities_of_a_prompt(client: TestClient, engine: Any) -> None:
+    answer = complete(client, prompt_logprobs=1)
+    first, second, _ = answer.json()["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert second["1"] == {"logprob": -0.25, "rank": 1, "decoded_token": "w1 "}
+    assert second["3"]["rank"] == 2
+    assert len(chat(client, prompt_logprobs=1).json()["choices"][0]["prompt_logprobs"]) == 3
+    assert engine.asked[0][1].prompt_logprobs == 1
+    for stream in (complete, chat):
+        answer = stream(client, prompt_logprobs=0, stream=True)
+        refused(answer, 400, "prompt_logprobs", "cannot be streamed")
+    refused(complete(client, prompt_logprobs=-1), 400, "prompt_logprobs", "from 0 to 20")
 
 
 def test_one_token_is_one_token(client: TestClient, engine: Any) -> None:

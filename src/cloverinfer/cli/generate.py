@@ -8,7 +8,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import CloverError, RequestError
+from ..core.errors import CloverError, ConfigError, RequestError
 from ..core.sampling import SamplingParams
 from .engines import running
 from .flags import add_common, config_of
@@ -51,6 +51,8 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = config_of(args)
+    if len(config.models) > 1:
+        raise ConfigError(f"{args.config} lists several models, which serve alone can run")
     sampling = SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,

@@ -150,7 +150,7 @@ def _entry(
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} must hold a name and sections, not {entry!r}")
     sections = dict(entry)
-    name = sections.pop("name", ())
+    name = sections.pop("name", [])
     names = (name,) if isinstance(name, str) else tuple(name if isinstance(name, list) else (0,))
     if not all(isinstance(one, str) and one for one in names):
         raise ConfigError(f"{where}.name must be a string or a list of strings, not {name!r}")

@@ -24,7 +24,7 @@ def build_app(catalog: Catalog, settings: ServerConfig | None = None) -> FastAPI
     ``app.state.door`` is its ``Door``, by which it is drained.
     """
     settings = settings or ServerConfig()
-    app = FastAPI(title="CloverInfer", version=__version__, root_path=settings.root_path)
+    app = FastAPI(title="CloverInfer", version=__version__)
     door = app.state.door = Door(settings.shutdown_timeout)
     install_handlers(app)
     router = _routes(Generation(catalog, door), Utilities(catalog, door))

@@ -44,6 +44,12 @@ class Record:
     started: float = field(default_factory=time.monotonic)
 
 
+def own_path(scope: Scope) -> str:
+    """The path without the prefix of a proxy in front."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 def record_of(scope: Scope) -> Record:
     """The record of the request under way."""
     record = scope.get("state", {}).get("record")
@@ -106,7 +112,7 @@ class FrontDoor:
                 message = {**message, "headers": [*message.get("headers", ()), mark]}
             await send(message)
 
-        if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN:
+        if own_path(scope) in OPEN:
             await self._app(scope, receive, answer)
             return
         self._door.inside += 1

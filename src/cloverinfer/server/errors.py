@@ -132,7 +132,7 @@ def _param(loc: Sequence[int | str]) -> str | None:
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    path = request.url.path
+    path = request.url.path.removeprefix(request.scope.get("root_path", ""))
     message, code = f"{request.method} {path}: {error.detail}", None
     for prefix, what in UNSERVED.items():
         if error.status_code == 404 and (path == prefix or path.startswith(f"{prefix}/")):

@@ -52,6 +52,11 @@ class Job:
         """Which choice a chunk of the stream of a prompt belongs to."""
         return stream * self.per_prompt + chunk.index
 
+    def share_prompts(self) -> None:
+        """The engine tells of a prompt once; all answers to it tell the same."""
+        for i, choice in enumerate(self.choices):
+            choice.prompt_logprobs = self.choices[i - i % self.per_prompt].prompt_logprobs
+
     def note(self, finish: str | None = None) -> None:
         """Tells the log how far it came."""
         usage = self.usage()
@@ -75,7 +80,7 @@ class Generation:
         limit = body.token_limit()
         scored = bool(body.echo) and body.logprobs is not None
         _check_echo(body, limit, scored)
-        sampling = body.sampling(limit or 1)
+        sampling = body.sampling(limit)
         if scored and body.prompt_logprobs is None:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.logprobs)
         prompts = body.prompts()
@@ -89,10 +94,8 @@ class Generation:
             choices += [_choice(body, tokens, echo) for _ in range(body.choices)]
         form = CompletionForm(body.model, Speller(model.engine.tokenizer))
         job = Job(model, form, choices, body.choices, sampling, body, record_of(request.scope))
-        if limit == 0:
-            if getattr(sampling, "prompt_logprobs", None) is None:
-                return _echoed(job)
-            job.sampling = msgspec.structs.replace(sampling, max_tokens=0)
+        if limit == 0 and sampling.prompt_logprobs is None:
+            return _echoed(job)
         return await self._answer(job, request, "prompt")
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
@@ -103,6 +106,8 @@ class Generation:
         limit = body.token_limit()
         if limit is None:
             limit = model.engine.max_model_len - len(prompt)
+        if limit == 0:
+            raise RequestError("a chat's max_tokens must be at least 1", "max_tokens")
         structure = _tool_structure(body)
         parsers = [_tool_parser(model, body) for _ in range(body.choices)]
         sampling = body.sampling(limit, structure)
@@ -167,10 +172,8 @@ class Generation:
 def _check_echo(body: CompletionRequest, limit: int, scored: bool) -> None:
     if limit == 0 and not body.echo and body.prompt_logprobs is None:
         raise RequestError("max_tokens must be at least 1, or 0 with echo", "max_tokens")
-    if scored:
-        need("prompt_logprobs", "echo")
-        if body.stream:
-            raise RequestError("echo with logprobs cannot be streamed", "echo")
+    if scored and body.stream:
+        raise RequestError("echo with logprobs cannot be streamed", "echo")
 
 
 def _check_length(model: Model, count: int, param: str, room: int) -> None:
@@ -312,6 +315,7 @@ async def _whole(job: Job, chunks: AsyncGenerator[Batch, None]) -> Response:
                 job.choices[job.index(stream, chunk)].add(chunk)
     finally:
         await chunks.aclose()
+    job.share_prompts()
     job.note()
     return JSONResponse(job.form.whole(job.choices, job.usage()))
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..core.errors import RequestError
 from ..core.sampling import SamplingParams
-from .asked import need, refuse_unsupported, sampling_of, structure_of
+from .asked import refuse_unsupported, sampling_of, structure_of
 
 COMPLETION_MAX_TOKENS = 16
 """What a completion that does not say gets, by the specification."""
@@ -115,10 +115,9 @@ class Body(BaseModel):
         _in_range("n", self.n, 1, MOST_CHOICES)
         _in_range("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31)
         if self.prompt_logprobs is not None:
-            need("prompt_logprobs")
-            if self.stream and self.prompt_logprobs > 0:
+            if self.stream:
                 raise RequestError("prompt_logprobs cannot be streamed", "prompt_logprobs")
-            # vLLM reads -1 as the whole vocabulary, which nobody should be sent.
+            # Others read -1 as the whole vocabulary, which nobody should be sent.
             _in_range("prompt_logprobs", self.prompt_logprobs, 0, MOST_LOGPROBS)
 
     @property

@@ -66,9 +66,8 @@ class Choice:
         if self.with_token_ids:
             piece.token_ids = list(chunk.token_ids)
             self.token_ids += piece.token_ids
-        given = getattr(chunk, "prompt_logprobs", None)
-        if given is not None:
-            self.prompt_logprobs = given
+        if chunk.prompt_logprobs is not None:
+            self.prompt_logprobs = chunk.prompt_logprobs
         self.completion_tokens += len(chunk.token_ids)
         if chunk.finish_reason is not None:
             self.cached_tokens = (chunk.metrics or {}).get("cached_tokens", 0)

@@ -86,6 +86,7 @@ def serve(
         log_level=settings.uvicorn_log_level,
         access_log=False,
         lifespan="off",
+        root_path=settings.root_path,
         timeout_graceful_shutdown=GRACE,
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
