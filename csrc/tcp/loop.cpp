@@ -61,21 +61,19 @@ void Loop::stop() {
   post([this] { stopped_ = true; });
   if (thread_.joinable()) thread_.join();
   handlers_.clear();
-  std::vector<std::function<void()>> tasks;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    tasks.swap(tasks_);
-  }
+  std::vector<std::function<void()>> tasks;  // whose owners may post when they go
+  const std::lock_guard<std::mutex> lock(mutex_);
+  closed_ = true;
+  tasks.swap(tasks_);
+  wake_ = Fd();
+  epoll_ = Fd();
 }
 
 void Loop::post(std::function<void()> task) {
-  bool first = false;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    first = tasks_.empty();
-    tasks_.push_back(std::move(task));
-  }
-  if (!first) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_) return;
+  tasks_.push_back(std::move(task));
+  if (tasks_.size() > 1) return;  // it has been woken
   const uint64_t one = 1;
   // It can only fail where the counter is full, and then the loop is woken anyway.
   if (write(wake_.get(), &one, sizeof(one)) < 0) return;
@@ -95,7 +93,8 @@ void Loop::rewatch(int fd, uint32_t events) {
   epoll_event event{};
   event.events = events;
   event.data.fd = fd;
-  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!closed_) epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
 }
 
 void Loop::retire(Fd fd) {

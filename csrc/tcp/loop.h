@@ -52,7 +52,7 @@ class Loop {
   void start(std::function<int64_t(int64_t now)> on_turn);
   void stop();
 
-  // From any thread: runs `task` in the loop's thread.
+  // From any thread: runs `task` in the loop's thread, or drops it where that has ended.
   void post(std::function<void()> task);
   // The events of `fd` go to `handler` until the fd is retired.
   void watch(int fd, uint32_t events, std::shared_ptr<Handler> handler);
@@ -72,7 +72,8 @@ class Loop {
   std::unordered_map<int, std::shared_ptr<Handler>> handlers_;  // of the loop's thread
   std::mutex mutex_;
   std::vector<std::function<void()>> tasks_;
-  bool stopped_ = false;
+  bool stopped_ = false;  // of the loop's thread
+  bool closed_ = false;   // the descriptors are not there any more
 };
 
 }  // namespace clover::tcp

@@ -187,7 +187,7 @@ class Acceptor:
             prepare_socket(guest.sock)
             guest.sock.send(verdict(Verdict.WELCOME))
         if not self._adopt(hello, guest.sock):
-            self._count(guest, "its link has ended")
+            log.debug("%s: %s ended its link while it dialled", self._address, hello.address)
 
     def _forget(self, guest: _Guest) -> None:
         del self._guests[guest.sock]
@@ -195,11 +195,8 @@ class Acceptor:
 
     def _refuse(self, guest: _Guest, reason: str) -> None:
         self._forget(guest)
+        self.refused += 1  # before the end can be seen
         guest.sock.close()
-        self._count(guest, reason)
-
-    def _count(self, guest: _Guest, reason: str) -> None:
-        self.refused += 1
         self._log(f"dropped a connection from {guest.host}: {reason} ({self.refused} so far)")
 
     def _log(self, line: str) -> None:
