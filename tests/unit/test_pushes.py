@@ -9,7 +9,7 @@ from cloverinfer.core.errors import TransportError
 from cloverinfer.nodes.pushes import PushJob, Sender, StepPushes, plan_push
 from cloverinfer.nodes.rows import Row
 from cloverinfer.transport.base import Ticket
-from cloverinfer.wire.messages import KVChunk, Push, Sampling
+from cloverinfer.wire.messages import Push, Sampling
 
 GREEDY = Sampling(0.0, 0, 1.0, 0)
 
@@ -26,16 +26,16 @@ class Pusher:
     def announce(self, job):
         self.seen.append("chunk")
 
-    def put_layer(self, job, layer):
+    def put_layer(self, job, layer, track):
         if layer == self.fails_at:
             raise TransportError("cut")
         self.seen.append(layer)
         self.tickets.append(Ticket())
-        return self.tickets[-1], 10
+        track(self.tickets[-1], 10)
 
 
 def job(pusher):
-    return PushJob(pusher, KVChunk(0, 1, 0, 0, 0, 1), np.zeros((1, 2), np.int32))
+    return PushJob(pusher, None, 0, 0, np.zeros(1, np.int32), 4)
 
 
 @pytest.fixture
@@ -104,9 +104,5 @@ def test_blocks_that_the_receiver_holds_are_not_sent():
     assert plan_push(row, blocks, 9, False, 4, Pusher("decode-0")) is None
     first = plan_push(row, blocks, 13, False, 4, Pusher("decode-0"))
     last = plan_push(row, blocks, 14, True, 4, Pusher("decode-0"))
-    assert first.index.tolist() == [[7, 12]]
-    assert last.index.tolist() == [[8, 13]]
-    assert [(c.chunk.number, c.chunk.first, c.chunk.count) for c in (first, last)] == [
-        (0, 0, 1),
-        (1, 1, 1),
-    ]
+    assert (first.blocks.tolist(), first.first, first.number) == ([7], 2, 0)
+    assert (last.blocks.tolist(), last.first, last.number) == ([8], 3, 1)

@@ -43,6 +43,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     text = f"known name, Hugging Face directory or GGUF file (default: {model.model_path})"
     option(group, "--model", "model.model_path", text)
     option(group, "--dtype", "model.dtype", f"default: {model.dtype}", choices=DTYPES)
+    text = "of the prefill nodes, whose blocks are converted (default: as --dtype)"
+    option(group, "--prefill-dtype", "model.prefill_dtype", text, choices=DTYPES)
     text = f"default: {model.load_format}"
     option(group, "--load-format", "model.load_format", text, choices=LOAD_FORMATS)
     text = "longest prompt + output in tokens (default: the model's own)"
@@ -79,6 +81,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cache and scheduler")
     text = f"tokens per block (default: {cache.block_size})"
     option(group, "--block-size", "cache.block_size", text, int)
+    text = "of the prefill nodes, whose blocks are converted (default: as --block-size)"
+    option(group, "--prefill-block-size", "cache.prefill_block_size", text, int)
     text = f"KV pool of each attention node in GiB (default: {cache.memory_gib:g})"
     option(group, "--memory-gib", "cache.memory_gib", text, float)
     text = "blocks per pool (default: by --memory-gib)"

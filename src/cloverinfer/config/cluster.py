@@ -53,6 +53,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A known name, a Hugging Face directory, or a GGUF file."""
     dtype: str = "auto"
     """float32, bfloat16, float16; auto is what the processor multiplies natively, else float32."""
+    prefill_dtype: str | None = None
+    """Type of the prefill nodes' weights, arithmetic and KV cache, one of ``dtype``'s; receivers
+    convert their blocks. None: as ``dtype``."""
     load_format: str = "auto"
     """auto, safetensors, pt, gguf, or dummy (random weights from a config alone)."""
     max_model_len: int | None = None
@@ -68,7 +71,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             isinstance(self.model_path, str) and bool(self.model_path),
             "a non-empty string",
         )
-        _check("model", "dtype", self.dtype, self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        known = f"one of {', '.join(DTYPES)}"
+        _check("model", "dtype", self.dtype, self.dtype in DTYPES, known)
+        prefill = self.prefill_dtype
+        _check("model", "prefill_dtype", prefill, prefill is None or prefill in DTYPES, known)
         _check(
             "model",
             "load_format",
@@ -86,22 +92,25 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     block_size: int = 32
     """Tokens per block: a power of two from 1 to 256."""
+    prefill_block_size: int | None = None
+    """Tokens per block of the prefill nodes' pools, a power of two from 1 to 256; receivers convert
+    their blocks. None: as ``block_size``."""
     memory_gib: float = 1.0
     """Budget of each attention node's pool (and of each prefill node's) in GiB."""
     num_blocks: int | None = None
-    """Blocks per pool; overrides ``memory_gib``."""
+    """Blocks of ``block_size`` tokens per pool; overrides ``memory_gib``. A prefill node with
+    another block size has blocks for as many tokens."""
     enable_prefix_caching: bool = True
     """Full blocks stay findable by their tokens after a request ends, until the space is needed."""
 
     def __post_init__(self) -> None:
-        _int_at_least("cache", self, 1, "block_size")
-        _check(
-            "cache",
-            "block_size",
-            self.block_size,
-            self.block_size <= 256 and self.block_size & (self.block_size - 1) == 0,
-            "a power of two from 1 to 256",
-        )
+        for field in ("block_size", "prefill_block_size"):
+            size = getattr(self, field)
+            if size is None and field != "block_size":
+                continue
+            _int_at_least("cache", self, 1, field)
+            good = size <= 256 and size & (size - 1) == 0
+            _check("cache", field, size, good, "a power of two from 1 to 256")
         _positive("cache", self, "memory_gib")
         if self.num_blocks is not None:
             _int_at_least("cache", self, 1, "num_blocks")

@@ -55,7 +55,7 @@ class ResolvedModel:
     load_format: str
     """safetensors, pt, converted (a folder made from a GGUF file) or dummy."""
     fingerprint: str
-    """The same for the same shape, type and weights, on any host."""
+    """The same for the same shape and weights, on any host."""
     max_model_len: int
     """Longest prompt plus output in tokens."""
     eos_token_ids: tuple[int, ...]
@@ -84,7 +84,7 @@ def resolve_model(config: ModelConfig, progress: Progress | None = None) -> Reso
         arch=arch,
         dtype=dtype,
         load_format=load_format,
-        fingerprint=_fingerprint(arch, dtype, folder, load_format, config.seed),
+        fingerprint=_fingerprint(arch, folder, load_format, config.seed),
         max_model_len=limit,
         eos_token_ids=arch.eos_token_ids,
     )
@@ -180,9 +180,9 @@ def _native_dtype() -> str:
     return "bfloat16" if _CPU_BF16_FLAGS & set(flags.split()) else "float32"
 
 
-def _fingerprint(arch: ModelArch, dtype: str, folder: Path, load_format: str, seed: int) -> str:
-    """A hash of shape, type, and the weights' sizes and samples of their bytes."""
-    digest = hashlib.sha256(json.dumps([asdict(arch), dtype], sort_keys=True).encode())
+def _fingerprint(arch: ModelArch, folder: Path, load_format: str, seed: int) -> str:
+    """A hash of shape, and the weights' sizes and samples of their bytes."""
+    digest = hashlib.sha256(json.dumps(asdict(arch), sort_keys=True).encode())
     if load_format == "dummy":
         digest.update(f"dummy:{seed}".encode())
         return digest.hexdigest()

@@ -30,9 +30,9 @@ from .base import Node
 from .config import NodeConfig
 from .gate import Gate, OpenGate
 from .hop import HopBuffer, HopRows, HopShape, row_index
+from .inlet import Inlet, layout_name_of
 from .local import make_backend
 from .rows import BlockTables, apply_attention_rows, slots_of
-from .transfers import TransferReceiver
 
 log = logging.getLogger(__name__)
 LaneKey = tuple[str, int]
@@ -86,7 +86,8 @@ class AttentionNode(Node):
         self._in_rows = self._in.tensor(self._in_region)
         self._out_rows = self._out.tensor(self._out_region)
         self.tables = BlockTables(config.cache.block_size)
-        self.transfers = TransferReceiver(config.name, self.layout, self.report)
+        self.inlet = Inlet(self, self.backend, self.pool, self.layout)
+        self.transfers = self.inlet.receiver
         self._sources: dict[str, _Source] = {}
         self._steps: dict[LaneKey, _Step] = {}
         self._early: dict[LaneKey, HopNotice] = {}
@@ -97,6 +98,9 @@ class AttentionNode(Node):
 
     def pool_layout(self) -> PoolLayout:
         return self.layout
+
+    def layout_name(self) -> str:
+        return layout_name_of(self.backend)
 
     def on_meet(self) -> None:
         config = self.config
@@ -111,6 +115,7 @@ class AttentionNode(Node):
                 remote = back.slices(self.peers[name].regions["hop"], mine, lane)
                 source.ranges.append(self.endpoint.prepare(self.link(name), local, remote))
             self._sources[name] = source
+        self.inlet.meet()
 
     def close(self) -> None:
         self.backend.close()
@@ -129,7 +134,7 @@ class AttentionNode(Node):
     def on_notice(self, peer: Peer, notice: int) -> None:
         event = unpack(notice)
         if not isinstance(event, HopNotice):
-            self.transfers.take(self.name_of(peer), event)
+            self.transfers.notice(self.name_of(peer), event)
             return
         key = (self.name_of(peer), event.lane)
         if key[0] not in self._sources:

@@ -29,7 +29,7 @@ from ..wire.messages import (
     encode,
 )
 from ..wire.notices import MAX_LAYERS
-from .config import NodeConfig
+from .config import PREFILL, NodeConfig
 from .gate import Gate, OpenGate
 
 log = logging.getLogger(__name__)
@@ -76,21 +76,28 @@ class Node(ABC):
     def weight_bytes(self) -> int:
         return 0
 
+    def layout_name(self) -> str:
+        """Of the pool's blocks, where it has any."""
+        return CANONICAL_LAYOUT
+
+    def peer_info(self) -> PeerInfo:
+        return PeerInfo(
+            name=self.config.name,
+            role=self.config.role,
+            address=self.endpoint.address(),
+            regions=self.regions(),
+            layout=self.pool_layout(),
+            layout_name=self.layout_name(),
+            model=self.model.fingerprint,
+            version=WIRE_VERSION,
+            dtype=self.model.dtype,
+        )
+
     def info(self) -> NodeInfo:
         layout = self.pool_layout()
         config, arch = self.config, self.model.arch
-        peer = PeerInfo(
-            name=config.name,
-            role=config.role,
-            address=self.endpoint.address(),
-            regions=self.regions(),
-            layout=layout,
-            layout_name=CANONICAL_LAYOUT,
-            model=self.model.fingerprint,
-            version=WIRE_VERSION,
-        )
         return NodeInfo(
-            peer=peer,
+            peer=self.peer_info(),
             pid=os.getpid(),
             host=socket.gethostname(),
             device="cpu",
@@ -141,16 +148,12 @@ class Node(ABC):
         return name
 
     def _check_peer(self, peer: PeerInfo) -> None:
-        mine = {
-            "wire version": WIRE_VERSION,
-            "model": self.model.fingerprint,
-            "KV layout": CANONICAL_LAYOUT,
-        }
-        theirs = {"wire version": peer.version, "model": peer.model, "KV layout": peer.layout_name}
-        layout = self.pool_layout()
-        if layout is not None and peer.layout is not None:
-            mine |= {"block size": str(layout.block_size), "KV spec": str(layout.specs)}
-            theirs |= {"block size": str(peer.layout.block_size), "KV spec": str(peer.layout.specs)}
+        """What a prefill node and a receiver differ in is for their meeting to judge: it may
+        convert."""
+        mine = {"wire version": WIRE_VERSION, "model": self.model.fingerprint}
+        theirs = {"wire version": peer.version, "model": peer.model}
+        if PREFILL not in (self.config.role, peer.role):
+            mine["dtype"], theirs["dtype"] = self.model.dtype, peer.dtype
         for field, value in mine.items():
             if theirs[field] != value:
                 raise ConfigError(f"{field} is {value} here and {theirs[field]} on {peer.name}")

@@ -16,8 +16,8 @@ from .base import Node
 from .config import NodeConfig
 from .forward import LocalForward, Sampled, step_done
 from .gate import Gate, OpenGate
+from .inlet import Inlet, layout_name_of
 from .rows import Batch, RowTable
-from .transfers import TransferReceiver
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +46,15 @@ class LocalNode(Node):
         self.half = load_half(model, config.model.seed)
         self.rows = RowTable(config.cache.block_size, local_attention=True)
         self.forward = LocalForward(self.half, self.backend, gate)
-        self.received_bytes = 0
 
     def regions(self) -> dict[str, RegionRef]:
         return {"kv": self.pool.ref}
 
     def pool_layout(self) -> PoolLayout:
         return self.layout
+
+    def layout_name(self) -> str:
+        return layout_name_of(self.backend)
 
     def weight_bytes(self) -> int:
         return self.half.weight_bytes
@@ -101,12 +103,16 @@ class DecodeNode(LocalNode):
         self, config: NodeConfig, model: ResolvedModel, endpoint: Endpoint, gate: Gate | OpenGate
     ) -> None:
         super().__init__(config, model, endpoint, gate)
-        self.transfers = TransferReceiver(config.name, self.layout, self.report)
+        self.inlet = Inlet(self, self.backend, self.pool, self.layout)
+        self.transfers = self.inlet.receiver
+
+    def on_meet(self) -> None:
+        self.inlet.meet()
 
     def on_notice(self, peer: Peer, notice: int) -> None:
         event = unpack(notice)
         if isinstance(event, KVNotice):
-            self.transfers.take(self.name_of(peer), event)
+            self.transfers.notice(self.name_of(peer), event)
         else:
             super().on_notice(peer, notice)
 

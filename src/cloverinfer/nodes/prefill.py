@@ -10,18 +10,29 @@ import logging
 import time
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from ..core.errors import TransportError
+from ..kvcache.checksum import BlockSums
 from ..models import ResolvedModel
-from ..transport import Endpoint, Events
-from ..wire.messages import StepPlan, StepStats
+from ..transport import Endpoint, Events, Peer
+from ..wire.messages import (
+    KVCredit,
+    Message,
+    StagingGrant,
+    StepPlan,
+    StepStats,
+    decode,
+)
 from .config import PREFILL, NodeConfig
 from .forward import Sampled, step_done
 from .gate import Gate, OpenGate
 from .local import LocalNode
-from .pushes import KVPusher, PushJob, Sender, StepPushes, plan_push
+from .pushes import KVPusher, Pusher, PushJob, Sender, StepPushes, plan_push
 from .rows import Batch
+from .staged_push import StagedPusher
+from .staging import is_staged
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +56,29 @@ class PrefillNode(LocalNode):
         self, config: NodeConfig, model: ResolvedModel, endpoint: Endpoint, gate: Gate | OpenGate
     ) -> None:
         super().__init__(config, model, endpoint, gate)
-        self._pushers: dict[str, KVPusher] = {}
+        self._pushers: dict[str, Pusher] = {}
+        self._staged: dict[str, StagedPusher] = {}
+        self._grants: dict[str, StagingGrant] = {}
+        """Rings granted by address, as a grant may come before this node has met its giver."""
+        self._set_aside = Events()
+        """What arrived while a step was computed."""
         self._sender: Sender | None = None
         self._computed: list[_Computed] = []
 
     def on_meet(self) -> None:
+        checksums = self.config.network.checksum != "none"
+        sums = BlockSums(self.layout, self.pool.buffer) if checksums else None
         for name, peer in self.peers.items():
             if peer.layout is not None and peer.role != PREFILL:
-                self._pushers[name] = KVPusher(
-                    self.endpoint, self.link(name), peer, self.pool, self.layout
-                )
+                link = self.link(name)
+                staged = is_staged(self.peer_info(), peer)
+                kind = StagedPusher if staged else KVPusher
+                pusher = kind(self.endpoint, link, peer, self.pool, self.layout, sums)
+                self._pushers[name] = pusher
+                if isinstance(pusher, StagedPusher):
+                    self._staged[link.address] = pusher
+                    if link.address in self._grants:
+                        pusher.grant(self._grants.pop(link.address))
         own = self.endpoint.connect(self.endpoint.address())
 
         def wake() -> None:
@@ -66,9 +90,43 @@ class PrefillNode(LocalNode):
         self._sender = Sender(self.config.name, wake)
 
     def close(self) -> None:
+        for pusher in self._staged.values():
+            pusher.close()
         if self._sender is not None:
             self._sender.close()
         super().close()
+
+    def on_message(self, peer: Peer, message: Message) -> None:
+        pusher = self._staged.get(peer.address)
+        if isinstance(message, KVCredit) and pusher is not None:
+            pusher.credit(message.slots)
+        elif isinstance(message, StagingGrant) and pusher is not None:
+            pusher.grant(message)
+        elif isinstance(message, StagingGrant):
+            self._grants[peer.address] = message
+        else:
+            super().on_message(peer, message)
+
+    def step(self, timeout: float) -> None:
+        events, self._set_aside = self._set_aside, Events()
+        if events:
+            self._dispatch(events)
+        else:
+            super().step(timeout)
+
+    def _take_credits(self) -> None:
+        """Between two layers: the sender may be waiting for slots, and nobody else reads our
+        mailbox. The rest waits for the step's end."""
+        events = self.endpoint.poll(0)
+        for peer, data in events.messages:
+            pusher = self._staged.get(peer.address)
+            credit = _credit_in(data) if pusher is not None else None
+            if pusher is not None and credit is not None:
+                pusher.credit(credit.slots)
+            else:
+                self._set_aside.messages.append((peer, data))
+        self._set_aside.notices += events.notices
+        self._set_aside.tickets += events.tickets
 
     def _dispatch(self, events: Events) -> None:
         super()._dispatch(events)
@@ -97,7 +155,13 @@ class PrefillNode(LocalNode):
         sender = self._sender
         assert sender is not None
         sender.begin(pushes)
-        return self.forward.run(batch, stats, lambda layer: sender.layer(pushes, layer))
+
+        def on_layer(layer: int) -> None:
+            sender.layer(pushes, layer)
+            if self._staged:
+                self._take_credits()
+
+        return self.forward.run(batch, stats, on_layer)
 
     def _report_ended(self) -> None:
         """Reports, in order, the steps whose puts have all ended."""
@@ -138,3 +202,11 @@ class PrefillNode(LocalNode):
             if job is not None:
                 jobs.append(job)
         return jobs
+
+
+def _credit_in(data: bytes) -> KVCredit | None:
+    try:
+        message = decode(data)
+    except (msgspec.ValidationError, msgspec.DecodeError):
+        return None  # for the loop to drop and to say so
+    return message if isinstance(message, KVCredit) else None

@@ -12,15 +12,18 @@ import logging
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from ..core.errors import PeerGoneError, TransportError
-from ..kvcache.layout import PoolLayout
+from ..kvcache.checksum import BlockSums
+from ..kvcache.layout import PoolLayout, blocks_for
 from ..transport.base import Endpoint, Peer, Ranges, Region, RegionRef, Slices, Ticket
-from ..wire.messages import KVChunk, PeerInfo, encode
+from ..wire.messages import KVChunk, KVSum, Message, PeerInfo, Push, encode
 from ..wire.notices import pack_kv
 from .rows import Row
 
@@ -38,30 +41,80 @@ def layer_slices(region: Region | RegionRef, layout: PoolLayout, layer: int) -> 
     return Slices(region, offsets, length)
 
 
+Track = Callable[[Ticket, int], None]
+"""Takes a put's ticket and the bytes that it sends."""
+
+
 @dataclass
 class PushJob:
     """The blocks of one row that this step's chunk completes."""
 
-    pusher: KVPusher
-    chunk: KVChunk
-    index: np.ndarray
-    """int32 ``[count, 2]``: (local block, receiver's block)."""
+    pusher: Pusher
+    row: Row
+    number: int
+    """Of the chunk in its transfer."""
+    first: int
+    """Index of the first block among the request's blocks here."""
+    blocks: npt.NDArray[np.int32]
+    end: int
+    """Positions up to here are computed."""
     error: PeerGoneError | None = None
     """Why it could not be put; nothing more of it is."""
 
+    @property
+    def push(self) -> Push:
+        assert self.row.push is not None
+        return self.row.push
 
-class KVPusher:
-    """Puts blocks of the local pool into one receiver's pool."""
+
+class Pusher(ABC):
+    """The way from the local pool to one receiver's."""
 
     def __init__(
-        self, endpoint: Endpoint, link: Peer, info: PeerInfo, pool: Region, layout: PoolLayout
+        self,
+        endpoint: Endpoint,
+        link: Peer,
+        info: PeerInfo,
+        layout: PoolLayout,
+        sums: BlockSums | None,
     ) -> None:
-        assert info.layout is not None, f"{info.name} has no pool"
-        theirs = info.layout
+        """``layout`` of the local pool; ``sums``: send checksums along."""
         self.name = info.name
         self._endpoint = endpoint
         self._link = link
         self._layout = layout
+        self._sums = sums
+
+    @abstractmethod
+    def announce(self, job: PushJob) -> None:
+        """Before the first layer: tells the receiver what will come, where that is known."""
+
+    @abstractmethod
+    def put_layer(self, job: PushJob, layer: int, track: Track) -> None:
+        """Begins to put the job's blocks of one layer. ``TransportError`` where it cannot."""
+
+    def _send(self, message: Message) -> None:
+        self._endpoint.send(self._link, encode(message))
+
+    def _sum(self, layer: int, blocks: npt.NDArray[np.int32]) -> int | None:
+        return None if self._sums is None else self._sums.of(layer, blocks)
+
+
+class KVPusher(Pusher):
+    """Puts blocks straight into the receiver's pool, which has blocks of the same kind."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        link: Peer,
+        info: PeerInfo,
+        pool: Region,
+        layout: PoolLayout,
+        sums: BlockSums | None = None,
+    ) -> None:
+        super().__init__(endpoint, link, info, layout, sums)
+        assert info.layout is not None, f"{info.name} has no pool"
+        theirs = info.layout
         self._ranges: list[Ranges] = [
             endpoint.prepare(
                 link, layer_slices(pool, layout, i), layer_slices(info.regions["kv"], theirs, i)
@@ -70,41 +123,42 @@ class KVPusher:
         ]
 
     def announce(self, job: PushJob) -> None:
-        """Tells the receiver what the next notices stand for."""
-        self._endpoint.send(self._link, encode(job.chunk))
+        row, push = job.row, job.push
+        self._send(
+            KVChunk(
+                push.transfer,
+                row.request,
+                row.incarnation,
+                job.number,
+                job.first - push.skip,
+                len(job.blocks),
+            )
+        )
 
-    def put_layer(self, job: PushJob, layer: int) -> tuple[Ticket, int]:
-        """Begins to put the job's blocks of one layer: the ticket, and the bytes it sends."""
-        notice = pack_kv(job.chunk.transfer, job.chunk.number, layer)
-        ticket = self._endpoint.put(self._ranges[layer], job.index, notice)
-        return ticket, len(job.index) * self._layout.layer_block_bytes(layer)
+    def put_layer(self, job: PushJob, layer: int, track: Track) -> None:
+        row, push = job.row, job.push
+        crc = self._sum(layer, job.blocks)
+        if crc is not None:
+            self._send(KVSum(push.transfer, row.request, row.incarnation, job.number, layer, crc))
+        theirs = push.blocks[job.first : job.first + len(job.blocks)]
+        index = np.stack([job.blocks, np.array(theirs, np.int32)], axis=1)
+        notice = pack_kv(push.transfer, job.number, layer)
+        ticket = self._endpoint.put(self._ranges[layer], index, notice)
+        track(ticket, len(index) * self._layout.layer_block_bytes(layer))
 
 
 def plan_push(
-    row: Row, blocks: np.ndarray, end: int, final: bool, block_size: int, pusher: KVPusher
+    row: Row, blocks: npt.NDArray[np.int32], end: int, final: bool, size: int, pusher: Pusher
 ) -> PushJob | None:
-    """What to send once positions up to ``end`` are computed: whole blocks, and at the end of the
-    prompt the last partial one too. Marks them as pushed."""
-    push = row.push
-    assert push is not None
-    until = len(push.blocks) if final else end // block_size
+    """What to send once positions up to ``end`` are computed: whole blocks of ``size`` tokens, and
+    at the end of the prompt the last partial one too. Marks them as pushed."""
+    until = blocks_for(end, size) if final else end // size
     first = row.pushed
     if until <= first:
         return None
     row.pushed = until
-    index = np.empty((until - first, 2), np.int32)
-    index[:, 0] = blocks[first:until]
-    index[:, 1] = push.blocks[first:until]
-    chunk = KVChunk(
-        push.transfer,
-        row.request,
-        row.incarnation,
-        row.chunks,
-        first - push.skip,
-        until - first,
-    )
     row.chunks += 1
-    return PushJob(pusher, chunk, index)
+    return PushJob(pusher, row, row.chunks - 1, first, blocks[first:until].copy(), end)
 
 
 @dataclass
@@ -147,9 +201,11 @@ class StepPushes:
         return list(errors.values())
 
     def _put(self, job: PushJob, layer: int) -> None:
-        ticket, nbytes = job.pusher.put_layer(job, layer)
-        self._tickets.append((job, ticket))
-        self.nbytes += nbytes
+        def track(ticket: Ticket, nbytes: int) -> None:
+            self._tickets.append((job, ticket))
+            self.nbytes += nbytes
+
+        job.pusher.put_layer(job, layer, track)
 
     def _attempt(self, job: PushJob, act: Callable[[], None]) -> None:
         """A receiver that is gone ends its own jobs alone; a mistake of ours ends the step."""

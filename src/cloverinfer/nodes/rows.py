@@ -7,7 +7,7 @@ runs once per row and step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +95,8 @@ class Row:
     """Tokens before this position have the log-probabilities of their followers reported."""
     chunks: int = 0
     """Chunks that it has been sent."""
+    pieces: dict[int, int] = field(default_factory=dict)
+    """Pieces that it has been sent, per layer, where they go through a ring."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import secrets
 
 import msgspec
 
-from ..config.cluster import ClusterConfig, ModelConfig
+from ..config.cluster import CacheConfig, ClusterConfig, ModelConfig
 from ..core.errors import ConfigError
 from ..nodes import config as roles
 from ..nodes.config import NodeConfig
@@ -101,8 +101,8 @@ def node_configs(cluster: ClusterConfig, model: ModelConfig) -> list[NodeConfig]
         NodeConfig(
             name=name,
             role=role,
-            model=model,
-            cache=cluster.cache,
+            model=_model_of(role, model),
+            cache=_cache_of(role, cluster.cache),
             transport=cluster.transport,
             network=cluster.network,
             attention_backend=cluster.attention_backend,
@@ -115,3 +115,20 @@ def node_configs(cluster: ClusterConfig, model: ModelConfig) -> list[NodeConfig]
         for role in names
         for name in names[role]
     ]
+
+
+def _model_of(role: str, model: ModelConfig) -> ModelConfig:
+    if role != roles.PREFILL or model.prefill_dtype is None:
+        return model
+    return msgspec.structs.replace(model, dtype=model.prefill_dtype)
+
+
+def _cache_of(role: str, cache: CacheConfig) -> CacheConfig:
+    """A prefill node's own block size, its pool for as many tokens as the others'."""
+    size = cache.prefill_block_size
+    if role != roles.PREFILL or size is None:
+        return cache
+    blocks = cache.num_blocks
+    if blocks is not None:
+        blocks = -(-blocks * cache.block_size // size)
+    return msgspec.structs.replace(cache, block_size=size, num_blocks=blocks)

@@ -40,6 +40,7 @@ class NodeReports:
                 "weight_bytes": info.weight_bytes,
                 "alive": True,
                 "tokens": 0,
+                "failed_transfers": 0,
                 "steps": 0,
                 "bytes_in": 0,
                 "bytes_out": 0,
@@ -87,7 +88,7 @@ class NodeReports:
         )
 
     def transfer(self, done: TransferDone) -> None:
-        self._add(done.node, bytes_in=done.nbytes)
+        self._add(done.node, bytes_in=done.nbytes, failed_transfers=bool(done.error))
 
     def _add(self, name: str, **amounts: float) -> None:
         row = self._rows[name]

@@ -166,6 +166,56 @@ class KVChunk(msgspec.Struct, array_like=True, tag="chunk"):
     """Blocks of the chunk, in each layer."""
 
 
+class KVSum(msgspec.Struct, array_like=True, tag="sum"):
+    """From prefill node to receiver, before the put of one layer of a chunk: its checksum."""
+
+    transfer: int
+    request: int
+    incarnation: int
+    number: int
+    """Of the chunk."""
+    layer: int
+    crc: int
+    """CRC-32C of the blocks' own checksums, in the order of the chunk."""
+
+
+class StagingGrant(msgspec.Struct, array_like=True, tag="grant"):
+    """From receiver to a prefill node whose blocks must be converted: the ring to put them in."""
+
+    region: RegionRef
+    slots: int
+    """Slot i is ``slot_bytes`` bytes from ``i * slot_bytes``; each takes one block of one layer."""
+    slot_bytes: int
+
+
+class KVPiece(msgspec.Struct, array_like=True, tag="piece"):
+    """From prefill node to receiver, before the put of blocks of one layer into the ring. The
+    notice that proves it names the piece by its number."""
+
+    transfer: int
+    request: int
+    incarnation: int
+    number: int
+    """Counts the pieces of one layer of a transfer from 0 on."""
+    layer: int
+    first: int
+    """Position of the first token that the receiver is to take."""
+    count: int
+    """Tokens that it is to take."""
+    skip: int
+    """Tokens before them in the first block."""
+    slots: list[int]
+    """Of the ring, one for each block."""
+    crc: int | None = None
+    """As in ``KVSum``; None with checksums off."""
+
+
+class KVCredit(msgspec.Struct, array_like=True, tag="credit"):
+    """From receiver to prefill node: these slots of the ring may be used again."""
+
+    slots: list[int]
+
+
 class TransferDone(msgspec.Struct, array_like=True, tag="transferred"):
     """From receiver to scheduler: every promised block of every layer has arrived once; or not."""
 
@@ -272,10 +322,15 @@ class PeerInfo(msgspec.Struct, frozen=True, array_like=True):
     layout: PoolLayout | None
     """Of the pool, where it has one."""
     layout_name: str
+    """Of the pool's blocks; peers put into those of the canonical layout alone."""
     model: str
     """Fingerprint of the model: nodes of different models refuse each other."""
     version: str
     """Version of the wire protocol."""
+    dtype: str
+    """Type it computes in."""
+    first_head: int = 0
+    """Which of the model's KV heads the first one in its pool is."""
 
 
 class NodeInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -321,6 +376,10 @@ Message = Union[
     ExpectTransfer,
     CancelTransfer,
     KVChunk,
+    KVSum,
+    StagingGrant,
+    KVPiece,
+    KVCredit,
     TransferDone,
     StepDone,
     StepFailed,
