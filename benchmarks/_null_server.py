@@ -18,21 +18,12 @@ from cloverinfer.config import ServerConfig
 from cloverinfer.core.sampling import SamplingParams
 from cloverinfer.orchestrator.counters import Counters, EngineStats
 from cloverinfer.orchestrator.delivery import Couriers, Inbox
+from cloverinfer.orchestrator.live import Chunk
 from cloverinfer.server import run
 from cloverinfer.server.app import build_app
 from cloverinfer.server.catalog import Catalog
 
 TEXT = " token"
-
-
-@dataclass(frozen=True)
-class NullChunk:
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    error: str | None = None
-    metrics: dict[str, Any] | None = None
-    logprobs: Any = None
 
 
 class NullTokenizer:
@@ -72,8 +63,8 @@ class NullEngine:
         self._thread.start()
 
     async def stream(
-        self, prompt: str | list[int], sampling: SamplingParams, request_id: str | None = None
-    ) -> AsyncGenerator[NullChunk, None]:
+        self, prompt: str | list[int], sampling: SamplingParams, *_: Any, **__: Any
+    ) -> AsyncGenerator[Chunk, None]:
         loop = asyncio.get_running_loop()
         courier, inbox = self._couriers.of(loop), Inbox(loop)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -112,10 +103,10 @@ class NullEngine:
                     one.put(self._chunk(one))
             live = [one for one in live if one.left > 0]
 
-    def _chunk(self, one: Live) -> NullChunk:
+    def _chunk(self, one: Live) -> Chunk:
         if one.left > 0:
-            return NullChunk(TEXT, [1])
-        return NullChunk(TEXT, [1], "length", metrics={"prompt_tokens": one.prompt_tokens})
+            return Chunk(TEXT, [1])
+        return Chunk(TEXT, [1], "length", metrics={"prompt_tokens": one.prompt_tokens})
 
 
 def main() -> None:
