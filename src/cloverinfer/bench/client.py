@@ -32,7 +32,7 @@ class _Text(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[msgspec.Raw] | None = None
+    tool_calls: list[Any] | None = None
 
     @property
     def any(self) -> bool:
@@ -59,7 +59,7 @@ class _Choice(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 _decoder = msgspec.json.Decoder(_Event)
@@ -129,7 +129,7 @@ class HttpSender:
                     answer.close(ended=answer.done or record.finish_reason is not None)
                 else:
                     answer.take(_decoder.decode(await response.read()), now())
-                    answer.close(ended=True)
+                    record.times.clear()  # when its tokens were made, a whole answer does not say
         except asyncio.TimeoutError:
             record.error = f"no answer within {self._target.timeout:g} s"
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
@@ -151,8 +151,8 @@ class _Answer:
         self._text: list[str] = []
 
     def take(self, event: _Event, time: float) -> None:
-        if event.error is not None and bytes(event.error) != b"null":
-            text = bytes(event.error).decode(errors="replace")
+        if event.error is not None:
+            text = msgspec.json.encode(event.error).decode()
             self.record.error = f"error in the answer: {text}"[:LONGEST_ERROR]
         if event.usage is not None:
             self._usage = event.usage

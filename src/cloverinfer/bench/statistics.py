@@ -72,7 +72,7 @@ class Summary:
 
 def summarize(
     records: Sequence[Record],
-    percentiles: Sequence[float] = (50, 90, 99),
+    percentiles: Sequence[float] = (90, 99),
     slo: Mapping[str, float] | None = None,
     client_cpu: float | None = None,
 ) -> Summary:

@@ -108,8 +108,8 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     add("--slo", action="append", default=[], metavar="LIST", help=text)
     text = "the same as vllm writes it, in ms: ttft:1000 tpot:50"
     add("--goodput", nargs="+", default=[], metavar="NAME:MS", help=text)
-    text = "percentiles of latencies (default: 50,90,99)"
-    add("--metric-percentiles", type=_percentiles, default=(50.0, 90.0, 99.0), metavar="LIST",
+    text = "percentiles of latencies, beside the median (default: 90,99)"
+    add("--metric-percentiles", type=_percentiles, default=(90.0, 99.0), metavar="LIST",
         help=text)  # fmt: skip
     add("--json", metavar="FILE", help="also write the figures as JSON; - prints that instead")
     add("--markdown", type=Path, metavar="FILE", help="also write the report to this file")
