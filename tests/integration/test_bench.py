@@ -37,7 +37,7 @@ class Server:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/{rest:.*}", self._take)
-        self._runner = web.AppRunner(app)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.2)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
