@@ -3,7 +3,11 @@
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.test_tokenizer import KINDS
 
+from cloverinfer.models import IncrementalDetokenizer
 from cloverinfer.orchestrator.text import TextStream
 
 
@@ -83,3 +87,45 @@ def test_a_stop_string_may_be_kept_and_only_counts_after_the_least_tokens(min_to
     pieces = [stream.add([ord(char)]) for char in "say stop and stop, then"]
     assert "".join(pieces) + stream.flush() == shown
     assert stream.stopped_by == "stop"
+
+
+PARTS = st.sampled_from(
+    ["STOP", "ST", "S", "O", "P", "\u4e2d\u6587", "\u4e2d", "\U0001f600", " ", "e\u0301"]
+)
+
+
+@given(
+    st.lists(PARTS, max_size=12),
+    st.lists(PARTS, min_size=1, max_size=3),
+    st.sampled_from(list(KINDS)),
+)
+@settings(max_examples=300, deadline=None)
+def test_stop_strings_of_several_tokens_never_leak_and_nothing_else_waits(parts, stops, kind):
+    tokenizer = KINDS[kind]
+    if kind == "pieces":  # whose vocabulary is bytes but for a few letters
+        parts = [part for part in parts if part.strip()]
+    ids = tokenizer.encode("".join(parts))
+    text = tokenizer.decode(ids)
+    stream = TextStream(IncrementalDetokenizer(tokenizer), tuple(stops))
+    shown = ""
+    for count, token in enumerate(ids, 1):
+        shown += stream.add([token])
+        if stream.stopped:
+            break
+        if kind == "bytes":
+            so_far = tokenizer.decode(ids[:count]).rstrip("\ufffd")
+            held = max(overlap(so_far, stop) for stop in stops)
+            assert shown == so_far[: len(so_far) - held]
+    shown += stream.flush()
+    found = [text.find(stop) for stop in stops if stop in text]
+    assert stream.stopped == bool(found)
+    assert text.startswith(shown)
+    assert not any(stop in shown for stop in stops)
+    if not found:
+        assert shown == text
+    else:
+        assert text[len(shown) :].startswith(stream.stopped_by)
+
+
+def overlap(text, stop):
+    return max(size for size in range(len(stop)) if text.endswith(stop[:size]))

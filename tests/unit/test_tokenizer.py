@@ -19,9 +19,12 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """The 256 bytes, two merges and two special tokens."""
-    vocab = {token: i for i, token in enumerate([*ALPHABET, "he", "ll"])}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("h", "e"), ("l", "l")]))
+    """The 256 bytes, three merges and two special tokens. The last merge cuts characters: a space
+    with the first byte of an emoji, as in vocabularies that were trained on many."""
+    merges = [("h", "e"), ("l", "l"), ("\u0120", "\u00f0")]
+    words = [*ALPHABET, *("".join(merge) for merge in merges)]
+    vocab = {token: i for i, token in enumerate(words)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<s>", "</s>"])
@@ -74,7 +77,7 @@ def test_pieces_join_to_the_whole(kind: str, data: st.DataObject) -> None:
     assert "".join(pieces_of(tokenizer, ids, step)) == tokenizer.decode(ids)
 
 
-@given(text=st.text(max_size=40))
+@given(text=st.text(max_size=40) | st.text("a \U0001f600\u00e9\u4e2d\u0301\u200d", max_size=20))
 @settings(max_examples=200, deadline=None)
 def test_text_comes_back_and_never_in_half_characters(text: str) -> None:
     tokenizer = KINDS["bytes"]
@@ -84,11 +87,36 @@ def test_text_comes_back_and_never_in_half_characters(text: str) -> None:
     if "\ufffd" not in text:
         assert all("\ufffd" not in piece for piece in pieces)
         assert pieces[-1] == ""
+        for count in range(len(ids)):
+            # Nothing is held back but the character that is not whole yet.
+            so_far = tokenizer.decode(ids[:count]).rstrip("\ufffd")
+            assert "".join(pieces[:count]) == so_far
+
+
+@given(text=st.text(max_size=20))
+@settings(max_examples=100, deadline=None)
+def test_the_bytes_of_tokens_join_to_those_of_the_text(text: str) -> None:
+    tokenizer = KINDS["bytes"]
+    ids = tokenizer.encode(text)
+    assert b"".join(tokenizer.token_bytes(one) for one in ids) == text.encode()
+
+
+def test_tokens_have_bytes_of_their_own() -> None:
+    pieces, letters = KINDS["pieces"], KINDS["bytes"]
+    spelled = [pieces.token_bytes(pieces.encode(text)[-1]) for text in ("\u2581", "a", "\u00e9")]
+    assert spelled == [b" ", b"a", b"\xa9"]
+    (special,) = letters.encode("</s>")
+    assert letters.token_bytes(special) == b"</s>"
+    assert letters.token_bytes(10**6) == b""
 
 
 def test_complete_characters_are_not_held_back() -> None:
     tokenizer = KINDS["bytes"]
     assert pieces_of(tokenizer, tokenizer.encode("hi é!"))[:6] == ["h", "i", " ", "", "é", "!"]
+    assert pieces_of(tokenizer, tokenizer.encode("! \U0001f600a\U0001f468\u200d\U0001f469")) == [
+        "!", " ", "", "", "\U0001f600", "a", "", "", "", "\U0001f468", "", "", "\u200d", "", "", "",
+        "\U0001f469", "",
+    ]  # fmt: skip
 
 
 def test_the_cost_per_token_is_bounded() -> None:
@@ -124,8 +152,8 @@ def test_a_folder_gives_ids_and_ends(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
     tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.eos_token_ids == (1, 2, 259)
-    assert tokenizer.vocab_size == 260
+    assert tokenizer.eos_token_ids == (1, 2, 260)
+    assert tokenizer.vocab_size == 261
     assert tokenizer.id_to_token(256) == "he"
     assert tokenizer.id_to_token(9999) is None
     assert tokenizer.decode(tokenizer.encode("hello</s>")) == "hello"

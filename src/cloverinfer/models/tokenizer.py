@@ -197,6 +197,8 @@ class IncrementalDetokenizer:
         """Ids whose text has been given out, kept for what they mean to those after them."""
         self._context_text = ""
         self._pending: list[int] = []
+        self._given = 0
+        """Characters of the pending ids' text that have been given out."""
         self._look_at = 1
 
     def add(self, token_ids: Sequence[int]) -> str:
@@ -211,7 +213,9 @@ class IncrementalDetokenizer:
         if self._tokenizer.is_byte(self._pending[-1]):
             return self._wait()
         text = self._decode(self._context + self._pending)
-        if text.endswith(_REPLACEMENT) or len(text) <= len(self._context_text):
+        if text.endswith(_REPLACEMENT):  # what stands before the unfinished character is certain
+            return self._wait(text.rstrip(_REPLACEMENT))
+        if len(text) <= len(self._context_text):
             return self._wait()
         return self._give(text)
 
@@ -221,13 +225,17 @@ class IncrementalDetokenizer:
             return ""
         return self._give(self._decode(self._context + self._pending))
 
-    def _wait(self) -> str:
+    def _wait(self, certain: str = "") -> str:
+        """Keeps the pending ids; gives out what is new of ``certain``, the text so far."""
         waiting = len(self._pending)
         self._look_at = waiting + max(1, waiting // 8 if waiting >= 16 else 0)
-        return ""
+        piece = certain[len(self._context_text) + self._given :]
+        self._given += len(piece)
+        return piece
 
     def _give(self, text: str) -> str:
-        piece = text[len(self._context_text) :]
+        piece = text[len(self._context_text) + self._given :]
+        self._given = 0
         self._context, self._pending = self._pending, []
         self._context_text = self._decode(self._context)
         self._look_at = 1
