@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 from transformers import (
     LlamaConfig,
@@ -65,4 +66,17 @@ def make_tiny(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Pat
             if name.endswith("bias"):
                 tensor.normal_(0, 0.3)
     model.save_pretrained(folder)
+    return folder
+
+
+def add_tokenizer(folder: Path) -> Path:
+    """Gives a model of ``make_tiny`` a tokenizer: id 0 ends a text, each other id is a character,
+    from the space (1) to the tilde."""
+    alphabet = ["\u0120", *map(chr, range(33, 127))]
+    vocab = {"</s>": 0} | {char: i + 1 for i, char in enumerate(alphabet)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(folder / "tokenizer.json"))
     return folder

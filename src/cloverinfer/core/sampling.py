@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from .errors import RequestError
+from .structured import StructuredOutputs, as_structured
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64
@@ -68,6 +69,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The same for each token of the prompt but the first. The prompt is computed in full, whatever
     of it is cached."""
 
+    structured_outputs: StructuredOutputs | None = None
+    """What the text must look like. It then ends where it is complete, ``ignore_eos`` or not."""
+
     def __post_init__(self) -> None:
         put = msgspec.structs.force_setattr
         if isinstance(self.stop, str):
@@ -78,6 +82,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise RequestError(f"{name} must be {allowed}, not {value!r}", name)
         for name in ("stop", "stop_token_ids", "bad_words"):
             put(self, name, tuple(getattr(self, name)))
+        if self.structured_outputs is not None:
+            put(self, "structured_outputs", as_structured(self.structured_outputs))
         if self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}",
@@ -100,12 +106,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shapes_logits(self) -> bool:
         """Something other than temperature, top-k, top-p and min-p changes what is likely."""
-        return bool(self.penalises or self.logit_bias or self.bad_words or self.min_tokens)
+        return bool(self.needs_history or self.logit_bias or self.min_tokens)
 
     @property
     def needs_history(self) -> bool:
         """What shapes the logits depends on the tokens before."""
-        return bool(self.penalises or self.bad_words)
+        return bool(self.penalises or self.bad_words or self.structured_outputs is not None)
 
     @property
     def penalises(self) -> bool:

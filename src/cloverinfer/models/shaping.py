@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from ..wire.messages import Shaping
+from .grammar import GrammarState
 
 _Pairs = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 
@@ -23,9 +24,17 @@ _Pairs = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 class Shaper:
     """One request's."""
 
-    def __init__(self, shaping: Shaping, before: Sequence[int], start: int) -> None:
-        """``before``: the request's tokens up to position ``start``, where it needs them."""
+    def __init__(
+        self,
+        shaping: Shaping,
+        before: Sequence[int],
+        start: int,
+        grammar: GrammarState | None = None,
+    ) -> None:
+        """``before``: the request's tokens up to position ``start``, where it needs them;
+        ``grammar``: the state of ``shaping.grammar`` before the first generated token."""
         self.shaping = shaping
+        self._grammar = grammar
         self._before = before
         self._start = start
         self._reset()
@@ -40,6 +49,8 @@ class Shaper:
 
     def catch_up(self, tokens: Sequence[int], position: int) -> None:
         """Reads up to ``position``; ``tokens`` are the request's from the start position on."""
+        if self._grammar is not None:
+            self._advance(self._grammar, tokens, position)
         if not self.shaping.penalises:
             return
         if position < self._known:
@@ -48,6 +59,12 @@ class Shaper:
             self._read(self._before)
         self._read(tokens[self._known - self._start : position - self._start])
         assert self._known == position, "a shaper has not been given all tokens"
+
+    def _advance(self, grammar: GrammarState, tokens: Sequence[int], position: int) -> None:
+        generated = position - self.shaping.num_prompt
+        if generated < grammar.known:
+            grammar.reset()
+        grammar.read(self._tail(tokens, position, generated - grammar.known))
 
     def _read(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -66,6 +83,21 @@ class Shaper:
 
     def bias(self) -> _Pairs:
         return self._bias
+
+    @property
+    def error(self) -> str:
+        """Why no token can be chosen; empty where one can."""
+        return "" if self._grammar is None else self._grammar.error
+
+    def allowed(self, size: int, banned: Sequence[int]) -> npt.NDArray[np.bool_] | None:
+        """bool ``[size]``: what its grammar allows and is not banned, or just what it allows where
+        nothing would be left; None without a grammar."""
+        if self._grammar is None:
+            return None
+        allowed = self._grammar.allowed(size)
+        kept = allowed.copy()
+        kept[[token for token in banned if token < size]] = False
+        return kept if kept.any() else allowed
 
     def banned(self, tokens: Sequence[int], position: int) -> list[int]:
         """Tokens that may not take ``position``."""
@@ -98,7 +130,10 @@ def shape(
     """
     for shaper, known, position in zip(shapers, tokens, positions, strict=True):
         shaper.catch_up(known, position)
-    _ban(logits_tc, [s.banned(k, p) for s, k, p in zip(shapers, tokens, positions, strict=True)])
+    banned = [s.banned(k, p) for s, k, p in zip(shapers, tokens, positions, strict=True)]
+    masks = [s.allowed(logits_tc.shape[1], some) for s, some in zip(shapers, banned, strict=True)]
+    _ban(logits_tc, [[] if m is not None else b for m, b in zip(masks, banned, strict=True)])
+    _keep(logits_tc, masks)
     _add_bias(logits_tc, shapers)
     _penalise(logits_tc, shapers)
 
@@ -109,6 +144,14 @@ def _ban(logits_tc: torch.Tensor, banned: Sequence[Sequence[int]]) -> None:
     if pairs:
         rows, columns = torch.tensor(pairs, device=logits_tc.device).unbind(1)
         logits_tc[rows, columns] = -torch.inf
+
+
+def _keep(logits_tc: torch.Tensor, masks: Sequence[npt.NDArray[np.bool_] | None]) -> None:
+    rows = [row for row, mask in enumerate(masks) if mask is not None]
+    if rows:
+        keep = torch.from_numpy(np.stack([mask for mask in masks if mask is not None]))
+        some = logits_tc[rows].masked_fill_(~keep.to(logits_tc.device), -torch.inf)
+        logits_tc[rows] = some
 
 
 def _add_bias(logits_tc: torch.Tensor, shapers: Sequence[Shaper]) -> None:

@@ -69,6 +69,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
+    def serialized(self) -> str:
+        """The text of a ``tokenizer.json`` that describes it."""
+        return str(self._backend.to_str())
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; special tokens written out in it are recognised."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids

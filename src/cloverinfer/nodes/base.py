@@ -17,6 +17,7 @@ from ..kvcache.layout import CANONICAL_LAYOUT, PoolLayout, blocks_for, blocks_in
 from ..models import ResolvedModel, kv_specs
 from ..transport import Endpoint, Events, Peer, RegionRef, Ticket
 from ..wire.messages import (
+    CompileGrammar,
     Meet,
     Message,
     Met,
@@ -31,6 +32,7 @@ from ..wire.messages import (
 from ..wire.notices import MAX_LAYERS
 from .config import PREFILL, NodeConfig
 from .gate import Gate, OpenGate
+from .grammars import GrammarWorker
 
 log = logging.getLogger(__name__)
 WIRE_VERSION = "1"
@@ -63,6 +65,7 @@ class Node(ABC):
         self._scheduler: Peer | None = None
         self._watched: dict[Ticket, Callable[[Exception], None]] = {}
         self._stopped = threading.Event()
+        self.grammars = GrammarWorker(config.name, model, self.report)
 
     # -- what others must know of this node
 
@@ -196,6 +199,7 @@ class Node(ABC):
 
     def close(self) -> None:
         """Gives everything back; regions go with their endpoint."""
+        self.grammars.close()
         self.endpoint.close()
 
     def _handle(self, peer: Peer, data: bytes) -> None:
@@ -215,6 +219,8 @@ class Node(ABC):
             self.meet(message)
         elif isinstance(message, Shutdown):
             self.stop()
+        elif isinstance(message, CompileGrammar):
+            self.grammars.compile(message)
         else:
             self.on_message(peer, message)
 

@@ -18,6 +18,7 @@ import torch
 from ..core.errors import CloverError, PeerGoneError, TransportError
 from ..models import ResolvedModel, load_half
 from ..models.base import Carry
+from ..models.grammar import grammars_of
 from ..models.sampling import sample
 from ..transport import Endpoint, Peer, Ranges, RegionRef
 from ..wire.messages import HopFailed, Message, NodeGone, Sampling, StepPlan, StepStats
@@ -67,7 +68,9 @@ class DecodeDenseNode(Node):
     ) -> None:
         super().__init__(config, model, endpoint, gate)
         self.half = load_half(model, config.model.seed)
-        self.rows = RowTable(config.cache.block_size, local_attention=False)
+        self.rows = RowTable(
+            config.cache.block_size, local_attention=False, grammars=grammars_of(model)
+        )
         self.shape = HopShape(self.specs, model.arch.num_heads, getattr(torch, model.dtype))
         attention = len(config.attention_nodes)
         self._out = HopBuffer(self.shape, False, 1, config.lanes, config.max_rows)

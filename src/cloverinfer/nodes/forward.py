@@ -32,6 +32,8 @@ class Sampled:
     """Of those that asked for them, by index in ``tokens``."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """By index in the plan's rows."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Why no token could be chosen, by index in ``tokens``."""
 
 
 def step_done(name: str, plan: StepPlan, sampled: Sampled, stats: StepStats) -> StepDone:
@@ -44,6 +46,7 @@ def step_done(name: str, plan: StepPlan, sampled: Sampled, stats: StepStats) -> 
         stats,
         sampled.logprobs,
         sampled.prompt_logprobs,
+        sampled.errors,
     )
 
 
@@ -92,7 +95,9 @@ def sample_rows(batch: Batch, logits: torch.Tensor) -> Sampled:
     for row, token, position in zip(batch.sampled, tokens, batch.sample_positions, strict=True):
         del row.tokens[position - row.start :]  # a replayed step replaces what it had sampled
         row.tokens.append(token)
-    return Sampled(tokens, _logprobs(batch, logits, tokens))
+    errors = {i: row.shaper.error for i, row in enumerate(batch.sampled) if row.shaper is not None}
+    errors = {i: error for i, error in errors.items() if error}
+    return Sampled(tokens, _logprobs(batch, logits, tokens), errors=errors)
 
 
 def _shaped(batch: Batch, logits: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import time
 from ..attention import AttentionBackend, create_backend
 from ..kvcache.layout import PoolLayout
 from ..models import ResolvedModel, load_half
+from ..models.grammar import grammars_of
 from ..transport import Endpoint, Peer, Region, RegionRef
 from ..wire.messages import Message, StepPlan, StepStats
 from ..wire.notices import KVNotice, unpack
@@ -44,7 +45,9 @@ class LocalNode(Node):
             config.attention_backend, self.layout, model.arch.num_heads, config.threads, self.pool
         )
         self.half = load_half(model, config.model.seed)
-        self.rows = RowTable(config.cache.block_size, local_attention=True)
+        self.rows = RowTable(
+            config.cache.block_size, local_attention=True, grammars=grammars_of(model)
+        )
         self.forward = LocalForward(self.half, self.backend, gate)
 
     def regions(self) -> dict[str, RegionRef]:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from ..kvcache.layout import blocks_for
+from ..models.grammar import Grammars
 from ..models.shaping import Shaper
 from ..wire.messages import AttentionJoin, Join, Push, Sampling, StepPlan
 
@@ -149,10 +150,13 @@ def slots_of(
 class RowTable:
     """The requests of one dense, prefill or colocated node."""
 
-    def __init__(self, block_size: int, local_attention: bool) -> None:
+    def __init__(
+        self, block_size: int, local_attention: bool, grammars: Grammars | None = None
+    ) -> None:
         self._rows: dict[int, Row] = {}
         self._tables = BlockTables(block_size) if local_attention else None
         self._block_size = block_size
+        self._grammars = grammars
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -172,7 +176,6 @@ class RowTable:
     def _join(self, join: Join) -> None:
         # Whole blocks of this pool; the receiver drops what it holds of the first.
         held = join.push.start // self._block_size if join.push else 0
-        shaping = join.sampling.shaping
         self._rows[join.request] = Row(
             join.request,
             join.incarnation,
@@ -182,12 +185,22 @@ class RowTable:
             join.home,
             join.push,
             held,
-            None if shaping is None else Shaper(shaping, join.before, join.start),
+            self._shaper(join),
         )
         if join.sampling.prompt_logprobs is not None:
             self._rows[join.request].score_until = join.start + len(join.tokens) - 1
         if self._tables is not None:
             self._tables.join(join.request, join.blocks)
+
+    def _shaper(self, join: Join) -> Shaper | None:
+        shaping = join.sampling.shaping
+        if shaping is None:
+            return None
+        grammar = None
+        if shaping.grammar is not None:
+            assert self._grammars is not None, "this node knows no grammars"
+            grammar = self._grammars.state(shaping.grammar)
+        return Shaper(shaping, join.before, join.start, grammar)
 
     def blocks(self, request: int) -> npt.NDArray[np.int32]:
         assert self._tables is not None

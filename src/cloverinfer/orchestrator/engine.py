@@ -26,9 +26,12 @@ from ..core.errors import (
 )
 from ..core.sampling import SamplingParams
 from ..models import Tokenizer
+from ..models.grammar import grammars_of
+from ..nodes.config import ATTENTION
 from ..scheduler import Scheduler, StepRecord, TokenEvent
 from ..wire.messages import (
     AttentionDone,
+    GrammarCompiled,
     Message,
     StepDone,
     StepFailed,
@@ -37,6 +40,7 @@ from ..wire.messages import (
 )
 from .cluster import Cluster
 from .counters import Counters, EngineStats
+from .grammars import GrammarDesk, Released
 from .intake import Intake
 from .live import Chunk, Live, RequestOptions, Sink
 from .metrics import DenseStep, StatsLog, request_metrics
@@ -91,8 +95,14 @@ class Engine:
         self.max_model_len = self.cluster.max_model_len
         info = self.cluster.infos[0]
         self._intake = Intake(
-            self.cluster.tokenizer, info.vocab_size, info.eos_token_ids, self._seed
+            self.cluster.tokenizer,
+            info.vocab_size,
+            info.eos_token_ids,
+            self._seed,
+            grammars_of(self.cluster.model),
         )
+        samplers = [i.peer.name for i in self.cluster.infos if i.peer.role != ATTENTION]
+        self._desk = GrammarDesk(samplers, config.scheduler.step_timeout, self._send)
         self._reports = NodeReports(self.cluster.infos)
         self._scheduler = Scheduler(
             config.scheduler, config.cache, self.cluster.sched_nodes(), self.max_model_len
@@ -142,6 +152,11 @@ class Engine:
             stream = self._intake.text_stream(params)
             lives.append(Live(request, sink, stream, group, index))
         return lives
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Raises what ``submit`` would for these parameters; takes long for a grammar that is large
+        and new, from any thread."""
+        self._intake.check(sampling)
 
     def abort(self, request_id: str) -> None:
         """Ends a request wherever it is; one that is unknown or over is left alone."""
@@ -245,7 +260,7 @@ class Engine:
     def _end_requests(self) -> None:
         """Tells everybody who waits; those whose requests were not admitted yet as well."""
         reason = f"the engine failed: {self.failure}" if self.failure else "it was shut down"
-        for live in self._live.values():
+        for live in (*self._live.values(), *self._desk.withdraw()):
             self._hand(live, EngineClosedError(reason))
         self._drain_commands(self.clock())  # admissions are refused, the rest is void
 
@@ -265,6 +280,7 @@ class Engine:
         now = self.clock()
         self._drain_commands(now)
         self._scheduler.expire(now)
+        self._release(self._desk.expired(now), now)
         for name, message in self._scheduler.schedule(now):
             self._send(name, message, now)
         self._note_plans()
@@ -299,6 +315,7 @@ class Engine:
         log.error("node %s is gone: %s", name, reason)
         self._reports.dead(name, reason)
         self._scheduler.on_node_died(name, reason, now)
+        self._release(self._desk.lost(name), now)
         if self._scheduler.dead_roles:
             self.failure = f"{name}: {reason}"
 
@@ -306,8 +323,10 @@ class Engine:
         request = live.request
         try:
             self._check_open()
-            if live.index == 0 and live.group in self._groups:
+            if live.index == 0 and (live.group in self._groups or self._desk.holds(live.group)):
                 raise RequestError(f"request id {live.group!r} is in use", "request_id")
+            if self._desk.hold(live, now):
+                return
             self._scheduler.add(request, now)
         except CloverError as problem:
             self._hand(live, problem)
@@ -315,7 +334,19 @@ class Engine:
         self._live[request.number] = live
         self._groups.setdefault(live.group, set()).add(request.number)
 
+    def _release(self, released: Released, now: float) -> None:
+        """Admits, or refuses, requests whose grammars were waited for."""
+        lives, problem = released
+        for live in lives:
+            if problem is None:
+                self._admit(live, now)
+            else:
+                self._hand(live, problem)
+
     def _abort(self, request_id: str, now: float) -> None:
+        for live in self._desk.withdraw(request_id):
+            live.request.finish_reason = "abort"
+            self._end(live, now)
         if not self._over:
             for number in self._groups.get(request_id, ()):
                 self._scheduler.abort(number, now)
@@ -331,6 +362,8 @@ class Engine:
             self._reports.transfer(message)
             self.counters.link(message.source, message.node, message.nbytes)
             scheduler.on_transfer_done(message, now)
+        elif isinstance(message, GrammarCompiled):
+            self._release(self._desk.answered(message), now)
         elif isinstance(message, AttentionDone):
             self._on_attention(message, now)
         elif isinstance(message, StepFailed):
@@ -377,6 +410,13 @@ class Engine:
         if live.stream.stopped and not event.request.finished:
             self._scheduler.finish(number, "stop", now)
 
+    def _end(self, live: Live, now: float) -> None:
+        """Hands out the last of a request, and of those that waited for it to read the prompt."""
+        self._hand(live, live.last_chunk(request_metrics(live.request, now, self._stats)))
+        for other in live.followers:
+            other.request.finish_reason, other.request.error = live.ending
+            self._hand(other, other.last_chunk(request_metrics(other.request, now, self._stats)))
+
     def _begin_followers(self, live: Live, now: float) -> None:
         followers, live.followers = live.followers, []
         for other in followers:
@@ -396,11 +436,7 @@ class Engine:
             live = self._live.pop(request.number)
             self._touched.pop(request.number, None)
             self._leave_group(live)
-            self._hand(live, live.last_chunk(request_metrics(request, now, self._stats)))
-            for other in live.followers:  # it ended before it had read the prompt
-                other.request.finish_reason, other.request.error = live.ending
-                metrics = request_metrics(other.request, now, self._stats)
-                self._hand(other, other.last_chunk(metrics))
+            self._end(live, now)
         for live in self._touched.values():
             self._hand(live, live.chunk())
         self._touched.clear()

@@ -12,6 +12,8 @@ from ..core.errors import RequestError, check_text
 from ..core.request import Request
 from ..core.sampling import SamplingParams
 from ..models import IncrementalDetokenizer, Tokenizer
+from ..models.grammar import Grammars
+from .grammars import as_grammar
 from .text import TextStream
 
 
@@ -19,10 +21,16 @@ class Intake:
     """Usable from any thread. Raises ``RequestError`` naming the field that is wrong."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int], seed: int
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        seed: int,
+        grammars: Grammars,
     ) -> None:
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._grammars = grammars
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seeds = random.Random(seed)
 
@@ -45,7 +53,9 @@ class Intake:
         return list(prompt)  # the caller's list may change while the request lives
 
     def check(self, sampling: SamplingParams) -> None:
-        """What depends on the model."""
+        """What depends on the model; takes long for a grammar that is large and new."""
+        if sampling.structured_outputs is not None:
+            self._grammars.compile(as_grammar(sampling.structured_outputs))
         for name in ("stop", "bad_words"):
             if getattr(sampling, name) and self.tokenizer is None:
                 what = name.replace("_", " ").replace("stop", "stop strings")

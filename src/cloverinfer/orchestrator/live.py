@@ -63,7 +63,7 @@ Sink = Callable[[Union[Chunk, CloverError]], None]
 """Called by the engine's thread; an error is the last thing that comes."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Live:
     """A request and what of it has not been handed out yet."""
 

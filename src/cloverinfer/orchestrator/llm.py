@@ -144,6 +144,8 @@ class AsyncLLM:
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             # In a thread: it must not stall the streams of others on this loop.
             prompt = await asyncio.to_thread(self._engine.tokens, prompt)
+        if sampling.structured_outputs is not None:
+            await asyncio.to_thread(self._engine.check, sampling)
         options = RequestOptions(request_id, priority, cache_salt)
         name = self._engine.submit(prompt, sampling, sink, options)
         left = _Left(sampling.n)

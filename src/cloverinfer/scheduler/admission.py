@@ -47,7 +47,9 @@ class Admission:
                 f"{len(state.waiting)} requests wait already (scheduler.max_queue); try again later"
             )
         sampling = request.sampling
-        eos = frozenset() if sampling.ignore_eos else request.eos_token_ids
+        # A grammar that is complete allows nothing but an end.
+        endless = sampling.ignore_eos and sampling.structured_outputs is None
+        eos = frozenset() if endless else request.eos_token_ids
         order = request.priority, self._arrivals
         seat = Seat(request, order, limit, eos | frozenset(sampling.stop_token_ids))
         self._arrivals += 1

@@ -8,7 +8,16 @@ incarnation may join in the plan that takes the old one away.
 from __future__ import annotations
 
 from ..core.request import RequestState
-from ..wire.messages import AttentionJoin, AttentionPlan, Join, Push, Sampling, Shaping, StepPlan
+from ..wire.messages import (
+    AttentionJoin,
+    AttentionPlan,
+    Grammar,
+    Join,
+    Push,
+    Sampling,
+    Shaping,
+    StepPlan,
+)
 from .records import DENSE_ROLES, StepRecord
 from .state import Flight, Lane, Node, Row, Seat, State
 
@@ -139,6 +148,7 @@ def _sampling(seat: Seat) -> Sampling:
 
 def _shaping(seat: Seat) -> Shaping:
     request, given = seat.request, seat.request.sampling
+    form = given.structured_outputs
     return Shaping(
         num_prompt=request.num_prompt,
         presence_penalty=given.presence_penalty,
@@ -148,6 +158,7 @@ def _shaping(seat: Seat) -> Shaping:
         bad_words=request.bad_words,
         min_tokens=given.min_tokens,
         stops=sorted(seat.stops) if given.min_tokens else [],
+        grammar=None if form is None else Grammar(form.kind, form.text),
     )
 
 

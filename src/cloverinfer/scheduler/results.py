@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Union
+from typing import NamedTuple
 
 from ..core.logprobs import TokenLogprobs
 from ..core.request import Request, RequestState
@@ -13,8 +13,14 @@ from .lanes import LanePlanner
 from .records import TokenEvent
 from .state import Flight, Lane, Row, Seat, State
 
-_Said = tuple[int, Union[TokenLogprobs, None]]
-"""A token and, where asked for, its log-probabilities."""
+
+class _Said(NamedTuple):
+    """What a row sampled."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+    error: str
+    """Why ``token`` stands for none; empty where it is one."""
 
 
 class Results:
@@ -101,11 +107,14 @@ class Results:
         if request.sampling.max_tokens == 0:
             self._state.end(seat, RequestState.FINISHED, "length", now)
             return
-        token, logprobs = said
+        if said.error:
+            self._state.fail([seat], said.error, now)
+            return
+        token = said.token
         request.output_token_ids.append(token)
         request.token_times.append(now)
         reason = _reason_to_end(seat, token)
-        events.append(TokenEvent(request, token, reason is not None, logprobs))
+        events.append(TokenEvent(request, token, reason is not None, said.logprobs))
         if lane.node.role == "prefill" and seat.transfer is not None and seat.transfer.whole:
             self._confirm_home(seat)
         if reason is not None:
@@ -146,7 +155,7 @@ class Results:
 
 def _sampled(done: StepDone) -> Iterator[_Said]:
     for i, token in enumerate(done.tokens):
-        yield token, done.logprobs.get(i)
+        yield _Said(token, done.logprobs.get(i), done.errors.get(i, ""))
 
 
 def _confirm_in(pool: KVCacheManager, request: Request) -> None:

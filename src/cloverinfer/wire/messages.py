@@ -15,6 +15,14 @@ from ..kvcache.layout import PoolLayout
 from ..transport.base import RegionRef
 
 
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What a request's text must look like."""
+
+    kind: str
+    """json (a schema), regex, choice (a JSON list of texts) or grammar."""
+    text: str
+
+
 class Shaping(msgspec.Struct, frozen=True, array_like=True):
     """What changes a row's logits, for requests that ask for it; names as in ``SamplingParams``."""
 
@@ -29,6 +37,7 @@ class Shaping(msgspec.Struct, frozen=True, array_like=True):
     min_tokens: int = 0
     stops: list[int] = []
     """Tokens that may not be chosen before ``min_tokens``."""
+    grammar: Grammar | None = None
 
     @property
     def penalises(self) -> bool:
@@ -267,6 +276,8 @@ class StepDone(msgspec.Struct, array_like=True, tag="done"):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     """Of the tokens after each of the row's in this step, the last of the prompt apart; by index
     in the plan's rows."""
+    errors: dict[int, str] = {}
+    """Why no token could be chosen for a row, by index in ``tokens``, where it stands for none."""
 
 
 class StepFailed(msgspec.Struct, array_like=True, tag="failed"):
@@ -278,6 +289,21 @@ class StepFailed(msgspec.Struct, array_like=True, tag="failed"):
     error: str
     gone: list[str] = []
     """Nodes that could not be reached, where that is why: rows of other homes are not to blame."""
+
+
+class CompileGrammar(msgspec.Struct, array_like=True, tag="compile"):
+    """From scheduler to nodes that sample: a request with this grammar will come."""
+
+    key: int
+    grammar: Grammar
+
+
+class GrammarCompiled(msgspec.Struct, array_like=True, tag="compiled"):
+    """A node's answer: a join with the grammar costs nothing now, or why it cannot be."""
+
+    node: str
+    key: int
+    error: str = ""
 
 
 class AttentionDone(msgspec.Struct, array_like=True, tag="attended"):
@@ -383,6 +409,8 @@ Message = Union[
     TransferDone,
     StepDone,
     StepFailed,
+    CompileGrammar,
+    GrammarCompiled,
     AttentionDone,
     HopFailed,
     NodeGone,
