@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import openai
 import pytest
@@ -85,3 +86,15 @@ def test_bad_requests_are_refused_and_it_serves_on(server, fields, error):
     with pytest.raises(error):
         server.completions.create(**(good | fields))
     assert server.completions.create(**good).choices[0].text
+
+
+def test_the_familiar_benchmark_script(server):
+    script = Path(__file__).parents[2] / "scripts" / "benchmark_client"
+    host = f"{server.base_url.host}:{server.base_url.port}"
+    flags = ["--prompt", PROMPT, "--mode", "throughput", "--num", "3", "--tokens", "5"]
+    command = [sys.executable, str(script), "--host", host, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "requests: 3 of 3" in done.stdout
+    for name, unit in (("throughput", "tokens/s"), ("latency", "ms"), ("TTFT", "ms")):
+        assert re.search(rf"^{name}: .*\d {unit}", done.stdout, re.MULTILINE), done.stdout
