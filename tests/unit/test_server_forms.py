@@ -301,7 +301,7 @@ def test_the_structure_of_answers_reaches_the_core_or_is_refused(
             assert answer.status_code == 200
             assert engine.asked[-1][1].structured_outputs is not None
         else:
-            refused(answer, 400, "structured_outputs", "not supported by this server yet")
+            refused(answer, 400, next(iter(body)), "not supported by this server yet")
     assert chat(client, response_format={"type": "text"}).status_code == 200
     both = {"guided_regex": "a", "guided_choice": ["a"]}
     refused(chat(client, **both), 400, "guided_choice", "exclude each other")

@@ -114,10 +114,15 @@ def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float]:
     return bias
 
 
-def structure_of(body: BaseModel) -> dict[str, Any] | None:
-    """What the answer must look like: one of json, json_object, regex, choice or grammar.
+STRUCTURE = "structured_outputs"
+"""The core's field for what an answer must look like."""
 
-    ``RequestError`` where several ways of saying so are used at once.
+
+def structure_of(body: BaseModel) -> tuple[str, dict[str, Any] | None]:
+    """What the answer must look like (one of json, json_object, regex, choice or grammar), after
+    the name of the parameter that says so.
+
+    ``RequestError`` where several of them say so.
     """
     found: list[tuple[str, dict[str, Any]]] = []
     for param, kind in GUIDED.items():
@@ -131,14 +136,23 @@ def structure_of(body: BaseModel) -> dict[str, Any] | None:
     if form is not None and form.type != "text":
         found.append(("response_format", _of_format(form)))
     if not found:
-        return None
+        return STRUCTURE, None
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         raise RequestError(f"{names} exclude each other: give one of them", found[1][0])
     param, structure = found[0]
     if isinstance(structure.get("json"), str):
         structure = {"json": _parsed(structure["json"], param)}
-    return structure
+    return param, structure
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """The same error about the parameter that the client knows."""
+    own = names.get(error.param or "", error.param or "")
+    text = str(error)
+    if error.param and text.startswith(error.param):
+        text = own + text[len(error.param) :]
+    return RequestError(text, own or None)
 
 
 GUIDED = {

@@ -161,11 +161,15 @@ class ChatRequest(Body):
             raise RequestError(
                 f"tool_choice: there is no tool {choice.function.name!r}", "tool_choice"
             )
-        if choice != "auto" and structure_of(self) is not None:
+        if choice != "auto" and structure_of(self)[1] is not None:
             raise RequestError(
                 "tool_choice and a response_format (or guided decoding) exclude each other",
                 "tool_choice",
             )
+
+    def structure_name(self) -> str:
+        forced = self.tools and self.tool_choice not in (None, "none", "auto")
+        return "tool_choice" if forced else super().structure_name()
 
     def plain_messages(self) -> list[dict[str, Any]]:
         if not self.messages:

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 
 from ..core.errors import CloverError, EngineClosedError, RequestError, check_text
 from ..core.sampling import SamplingParams
-from .asked import need
+from .asked import STRUCTURE, need, renamed
 from .catalog import Catalog, Model
 from .chat import ChatRequest, NamedChoice
 from .door import Door, Record, record_of
@@ -133,9 +133,8 @@ class Generation:
         try:
             return await self._run(job, request)
         except RequestError as error:
-            # What the engine calls the prompt has its own name in a chat.
-            renamed = param if error.param == "prompt" else error.param
-            raise RequestError(str(error), renamed) from error
+            names = {"prompt": param, STRUCTURE: job.body.structure_name()}
+            raise renamed(error, names) from error
 
     async def _run(self, job: Job, request: Request) -> Response:
         engine, body = job.model.engine, job.body
@@ -255,7 +254,7 @@ def _tool_structure(body: ChatRequest) -> dict[str, Any] | None:
     tools, choice = body.tools or [], body.tool_choice
     if not tools or choice in (None, "none", "auto"):
         return None
-    need("structured_outputs", "tool_choice")
+    need(STRUCTURE, "tool_choice")
     if isinstance(choice, NamedChoice):
         chosen = next(t.function for t in tools if t.function.name == choice.function.name)
         return {"json": chosen.parameters or {"type": "object"}}

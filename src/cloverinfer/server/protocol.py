@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..core.errors import RequestError
 from ..core.sampling import SamplingParams
-from .asked import refuse_unsupported, sampling_of, structure_of
+from .asked import STRUCTURE, refuse_unsupported, renamed, sampling_of, structure_of
 
 COMPLETION_MAX_TOKENS = 16
 """What a completion that does not say gets, by the specification."""
@@ -141,9 +141,16 @@ class Body(BaseModel):
         more = {
             "logprobs": self.logprobs_wanted(),
             "prompt_logprobs": self.prompt_logprobs,
-            "structured_outputs": structure or structure_of(self),
+            STRUCTURE: structure or structure_of(self)[1],
         }
-        return sampling_of(self, max_tokens, more)
+        try:
+            return sampling_of(self, max_tokens, more)
+        except RequestError as error:
+            raise renamed(error, {STRUCTURE: self.structure_name()}) from error
+
+    def structure_name(self) -> str:
+        """The parameter that says what the answer must look like."""
+        return structure_of(self)[0]
 
     def logprobs_wanted(self) -> int | None:
         """Likeliest tokens to report beside each generated one; None: no log-probabilities."""
