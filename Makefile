@@ -1,6 +1,7 @@
 # setup   makes .venv, installs the pinned requirements and builds the native part
 # run     answers a chat prompt with three nodes under an embedded Ray (PROMPT="..." to ask else)
 # test    all test tiers        lint   every check on style and structure
+# test-large  puts of a gigabyte over every transport (needs 4 GiB of memory)
 # test-nixl  the tests of the nixl transport, with NIXL in build/nixl
 # bench   quick benchmarks      clean  removes what was built (.venv with it)
 
@@ -18,7 +19,7 @@ BUILD_REQUIREMENTS := scikit-build-core pybind11 cmake ninja
 NATIVE := CMakeLists.txt $(shell find csrc -type f)
 TIERS := $(foreach tier,unit contract kernels integration e2e,$(wildcard tests/$(tier)))
 
-.PHONY: setup run test test-nixl lint bench clean format check-resolve
+.PHONY: setup run test test-large test-nixl lint bench clean format check-resolve
 
 setup: $(VENV)/.native
 
@@ -56,6 +57,9 @@ run: setup
 test: setup
 	@$(BIN)/python -m pytest $(TIERS)
 
+test-large: setup
+	@$(BIN)/python -m pytest -m large tests/contract
+
 # NIXL in a venv of its own over the one of `setup`, which stays as it is.
 build/nixl/.made: $(VENV)/.native constraints.txt
 	@echo "==> installing NIXL into build/nixl (once)"
@@ -67,7 +71,7 @@ build/nixl/.made: $(VENV)/.native constraints.txt
 	@touch $@
 
 test-nixl: setup build/nixl/.made
-	@build/nixl/bin/python -m pytest -m "not ray" -k nixl tests/unit tests/contract tests/integration
+	@build/nixl/bin/python -m pytest -m "not ray and not large" -k nixl tests/unit tests/contract tests/integration
 
 lint: setup
 	$(BIN)/ruff check .
