@@ -151,3 +151,17 @@ def test_named_transport_that_is_missing_fails(running: Running) -> None:
     assert process.returncode == 1
     assert re.search(r"^fail  ray: .*ray start", out, re.M)
     assert re.search(r"^ok    shm: every byte", out, re.M)
+
+
+@pytest.mark.ray
+def test_ray_joins_a_running_cluster(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    context = ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    monkeypatch.setenv("RAY_ADDRESS", context.address_info["gcs_address"])
+    try:
+        status, verdict, found = findings(running.start("--transport", "ray", "--json"))
+    finally:
+        ray.shutdown()
+    assert (status, verdict) == (0, "ok")
+    assert figures(found, "ray")["bytes_per_s"] > 0

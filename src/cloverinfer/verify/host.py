@@ -156,8 +156,10 @@ def ray() -> Finding:
     """Whether this process is connected; Ray is not imported to find out."""
     module = sys.modules.get("ray")
     if module is not None and module.is_initialized():
-        return Finding(OK, "ray", "connected to a cluster")
-    return Finding(NOTE, "ray", "not connected", "with --transport ray it joins RAY_ADDRESS")
+        return Finding(OK, "ray cluster", "connected")
+    return Finding(
+        NOTE, "ray cluster", "not connected", "with --transport ray it joins RAY_ADDRESS"
+    )
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -44,9 +44,10 @@ def check_host(
     asked: Sequence[str], network: NetworkConfig, emit: Emit, progress: Progress
 ) -> None:
     """This host, with a second process: its parts, then every transport, or those asked for."""
-    for finding in findings(network):
+    absent: list[Finding] = []
+    chosen = _usable(asked, absent, lambda able: able.cross_process, "within one process only")
+    for finding in findings(network) + absent:
         emit(finding)
-    chosen = _usable(asked, emit, lambda able: able.cross_process, "within one process only")
     if not chosen:
         return
     # The talk is this host's own, wherever else the network's settings lead.
@@ -67,9 +68,10 @@ def check_pair(
     such place."""
     host, port = split(where)
     network = _reachable_from(host, port, network)
-    for finding in findings(network):
+    absent: list[Finding] = []
+    chosen = _usable(asked, absent, lambda able: able.cross_host, "within one host only")
+    for finding in findings(network) + absent:
         emit(msgspec.structs.replace(finding, host=socket.gethostname()))
-    chosen = _usable(asked, emit, lambda able: able.cross_host, "within one host only")
     found: list[Finding] = []
 
     def keep(finding: Finding) -> None:
@@ -172,17 +174,17 @@ def _advice(error: TransportError) -> str:
 
 
 def _usable(
-    asked: Sequence[str], emit: Emit, fits: Callable[[Capabilities], bool], where: str
+    asked: Sequence[str], absent: list[Finding], fits: Callable[[Capabilities], bool], where: str
 ) -> list[str]:
-    """The transports to check; says why the others are not. What was asked for by name must be
-    there, and is joined where that takes something; else absence is a note."""
+    """The transports to check; why others are not goes to ``absent``. What was asked for by name
+    must be there, and is joined where that takes something; else absence is a note."""
     chosen = []
     for transport in asked or [name for name in transport_names() if name not in _NAMED_ONLY]:
         reason = _reason(transport, transport in asked, fits, where)
         if not reason:
             chosen.append(transport)
         elif transport in asked or fits(capabilities(transport)):
-            emit(Finding(FAIL if asked else NOTE, transport, reason))
+            absent.append(Finding(FAIL if asked else NOTE, transport, reason))
     return chosen
 
 
