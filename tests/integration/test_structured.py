@@ -245,6 +245,27 @@ def test_stop_strings_special_tokens_and_what_is_shown_of_them(llm):
         assert done.text == ("</s>" if shown else "")
 
 
+def test_the_command_line_takes_a_form_and_shows_logprobs(folder, capsys):
+    from cloverinfer import cli
+
+    flags = [
+        "--model",
+        folder,
+        "--dtype",
+        "float32",
+        "--topology",
+        "colocated",
+        "--num-blocks",
+        "9",
+    ]
+    command = ["generate", "a", *flags, "--quiet", "--json", "--regex", "[ab]{4}"]
+    assert cli.main([*command, "--logprobs", "2"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert re.fullmatch("[ab]{4}", answer["text"])
+    assert [record["token_id"] for record in answer["logprobs"]] == answer["token_ids"]
+    assert all(len(record["top_ids"]) == 2 for record in answer["logprobs"])
+
+
 def test_an_abort_reaches_a_request_whose_grammar_is_compiled(refuser, monkeypatch):
     from cloverinfer.nodes.grammars import GrammarWorker
 

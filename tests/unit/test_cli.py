@@ -103,6 +103,27 @@ def test_flags_reach_the_engine(engines: list[Any], tmp_path: Path) -> None:
     assert sampling.ignore_eos
 
 
+def test_sampling_flags_become_parameters(engines: list[Any], tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array"}')
+    flags = [
+        "--min-tokens", "2", "--min-p", "0.25", "--presence-penalty", "1", "--logprobs", "3",
+        "--frequency-penalty", "-0.5", "--repetition-penalty", "1.5", "--bad-word", "no",
+    ]  # fmt: skip
+    for more in (["--json-schema", str(schema)], ["--choice", "a", "--choice", "b"], []):
+        assert cli.main(["generate", "hi", "--quiet", *flags, *more]) == 0
+    by_schema, by_choice, plain = (engine.asked[0][1] for engine in engines)
+    assert (plain.min_tokens, plain.min_p, plain.logprobs) == (2, 0.25, 3)
+    assert (plain.presence_penalty, plain.frequency_penalty) == (1, -0.5)
+    assert (plain.repetition_penalty, plain.bad_words) == (1.5, ("no",))
+    assert plain.structured_outputs is None
+    assert (by_schema.structured_outputs.kind, by_schema.structured_outputs.text) == (
+        "json",
+        '{"type": "array"}',
+    )
+    assert by_choice.structured_outputs.choice == ["a", "b"]
+
+
 def test_a_dash_reads_stdin(engines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("from stdin"))
     assert cli.main(["generate", "-", "--quiet", "--max-tokens", "1"]) == 0
@@ -116,6 +137,8 @@ def test_a_dash_reads_stdin(engines: list[Any], monkeypatch: pytest.MonkeyPatch)
         (["--topology", "colocated", "--prefill", "1"], "'colocated' has no prefill nodes"),
         (["--max-tokens", "-1"], "max_tokens must be an integer from 0 to 2147483647, not -1"),
         (["--temperature", "-1"], "temperature must be"),
+        (["--regex", "a", "--json-object"], "structured_outputs needs exactly one of"),
+        (["--grammar", "/nowhere.lark"], "--grammar: cannot read /nowhere.lark"),
         (["--stop", ""], "stop must be"),
         (["--block-size", "24"], "cache.block_size must be a power of two"),
         (["--config", "/nowhere.yaml"], "cannot read the configuration file /nowhere.yaml"),

@@ -9,9 +9,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CloverError, ConfigError, RequestError
+from ..core.logprobs import TokenLogprobs
 from ..core.sampling import SamplingParams
 from .engines import running
 from .flags import add_common, config_of
+from .sampling import add_sampling, add_structured, sampling_of
 
 if TYPE_CHECKING:
     from ..orchestrator.llm import AsyncLLM
@@ -23,22 +25,10 @@ def add(commands: Any) -> None:
     )
     generate.add_argument("prompt", help="the prompt; - reads it from standard input")
     generate.set_defaults(command=run, parser=generate)
-    _add_sampling(generate)
+    add_sampling(generate)
+    add_structured(generate)
     _add_output(generate)
     add_common(generate)
-
-
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling")
-    add = group.add_argument
-    add("--chat", action="store_true", help="put the prompt through the model's chat template")
-    add("--max-tokens", type=int, default=128, metavar="N", help="most new tokens (default: 128)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
-    add("--top-k", type=int, default=0, metavar="K", help="likeliest tokens kept; 0: all")
-    add("--top-p", type=float, default=1.0, metavar="P", help="probability kept (default: 1)")
-    add("--seed", type=int, metavar="S", help="makes sampling repeatable (default: a fresh one)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before it; repeatable")
-    add("--ignore-eos", action="store_true", help="go on past the end of sequence")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -53,15 +43,7 @@ def run(args: argparse.Namespace) -> int:
     config = config_of(args)
     if len(config.models) > 1:
         raise ConfigError(f"{args.config} lists several models, which serve alone can run")
-    sampling = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        stop=tuple(args.stop),
-        ignore_eos=args.ignore_eos,
-    )
+    sampling = sampling_of(args)
     text = _read_prompt(args.prompt)
     with running(config, args.quiet) as engine:
         prompt = _as_chat(engine, text) if args.chat else text
@@ -98,18 +80,25 @@ def _as_chat(engine: AsyncLLM, text: str) -> list[int]:
     return tokenizer.chat_token_ids([{"role": "user", "content": text}])
 
 
+def _plain(record: TokenLogprobs) -> dict[str, Any]:
+    """By name; on the wire it is a list."""
+    return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
 def _collect(
     engine: AsyncLLM, prompt: str | list[int], sampling: SamplingParams, stream: bool
 ) -> dict[str, Any]:
     """The whole answer; its text is written as it comes where ``stream`` is set."""
     text: list[str] = []
     token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
     finish_reason, metrics, error = None, None, None
     # Closing the generator, on Ctrl-C say, aborts the request.
     with contextlib.closing(engine.stream_sync(prompt, sampling)) as chunks:
         for chunk in chunks:
             text.append(chunk.text)
             token_ids += chunk.token_ids
+            logprobs += chunk.logprobs or []
             if stream:
                 sys.stdout.write(chunk.text)
                 sys.stdout.flush()
@@ -118,7 +107,9 @@ def _collect(
         print(flush=True)
     if finish_reason in ("error", "abort", None):
         raise CloverError(error or "the answer ended before it was finished")
-    return {
+    asked = sampling.logprobs is not None
+    answer = {"logprobs": [_plain(record) for record in logprobs]} if asked else {}
+    return answer | {
         "text": "".join(text),
         "token_ids": token_ids,
         "finish_reason": finish_reason,

@@ -90,11 +90,13 @@ def prompt_logprobs(
 def sample_rows(batch: Batch, logits: torch.Tensor) -> Sampled:
     """Chooses a token for each sampling row and notes it as the row's next."""
     params = [row.sampling for row in batch.sampled]
-    choice = sample(_shaped(batch, logits), params, batch.sample_positions)
-    tokens = [int(token) for token in choice]
+    chosen_from = _shaped(batch, logits) if batch.special else logits
+    tokens = [int(token) for token in sample(chosen_from, params, batch.sample_positions)]
     for row, token, position in zip(batch.sampled, tokens, batch.sample_positions, strict=True):
         del row.tokens[position - row.start :]  # a replayed step replaces what it had sampled
         row.tokens.append(token)
+    if not batch.special:
+        return Sampled(tokens)
     errors = {i: row.shaper.error for i, row in enumerate(batch.sampled) if row.shaper is not None}
     errors = {i: error for i, error in errors.items() if error}
     return Sampled(tokens, _logprobs(batch, logits, tokens), errors=errors)

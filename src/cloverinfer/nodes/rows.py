@@ -94,6 +94,8 @@ class Row:
     shaper: Shaper | None = None
     score_until: int = 0
     """Tokens before this position have the log-probabilities of their followers reported."""
+    special: bool = False
+    """It asks for more than a token of its own distribution."""
     chunks: int = 0
     """Chunks that it has been sent."""
     pieces: dict[int, int] = field(default_factory=dict)
@@ -134,6 +136,8 @@ class Batch:
     all_sample: bool
     """Every token of the step is sampled after: nothing to select."""
     scored: list[Scored]
+    special: bool
+    """Some row is special; a step without one skips all that such rows need."""
 
 
 def slots_of(
@@ -187,10 +191,15 @@ class RowTable:
             held,
             self._shaper(join),
         )
-        if join.sampling.prompt_logprobs is not None:
-            self._rows[join.request].score_until = join.start + len(join.tokens) - 1
+        self._mark_special(join)
         if self._tables is not None:
             self._tables.join(join.request, join.blocks)
+
+    def _mark_special(self, join: Join) -> None:
+        sampling, row = join.sampling, self._rows[join.request]
+        if sampling.prompt_logprobs is not None:
+            row.score_until = join.start + len(join.tokens) - 1
+        row.special = bool(row.score_until or row.shaper or sampling.logprobs is not None)
 
     def _shaper(self, join: Join) -> Shaper | None:
         shaping = join.sampling.shaping
@@ -227,6 +236,7 @@ class RowTable:
             tables = torch.from_numpy(gathered)
             slots = torch.from_numpy(slots_of(gathered, row_t, positions, self._block_size))
         samples = np.flatnonzero(plan.samples)
+        special = any(row.special for row in rows)
         return Batch(
             rows=rows,
             token_ids_t=torch.tensor(tokens, dtype=torch.int64),
@@ -239,7 +249,8 @@ class RowTable:
             sampled=[rows[i] for i in samples],
             sample_positions=[int(lengths[i]) for i in samples],
             all_sample=len(samples) == len(tokens),
-            scored=_scored(rows, plan, query_starts) if any(r.score_until for r in rows) else [],
+            scored=_scored(rows, plan, query_starts) if special else [],
+            special=special,
         )
 
 
