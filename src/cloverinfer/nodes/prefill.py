@@ -146,7 +146,7 @@ class PrefillNode(LocalNode):
             sampled = self._compute(batch, stats, pushes)
         except Exception as error:
             problem = error
-        self._sender.finish(pushes)
+        pushes.seal()
         now = time.perf_counter()
         self._computed.append(_Computed(plan, sampled, stats, pushes, started, now, problem))
         self.gate.rest()

@@ -171,7 +171,11 @@ class StepPushes:
     """Time that making the puts took the sender."""
     problem: Exception | None = None
     """A mistake of ours, which ends the step."""
-    _made: bool = False
+    _asked: int = 0
+    """Things to do that the node has asked the sender for."""
+    _done: int = 0
+    """Those of them that the sender has done."""
+    _sealed: bool = False
     _tickets: list[tuple[PushJob, Ticket]] = field(default_factory=list)
 
     def announce(self) -> None:
@@ -182,14 +186,27 @@ class StepPushes:
         for job in self.jobs:
             self._attempt(job, lambda job=job: self._put(job, layer))
 
+    def ask(self) -> None:
+        """From the node's thread: one thing more to do."""
+        self._asked += 1
+
     def seal(self) -> None:
-        """No put will be added."""
-        self._made = True
+        """From the node's thread: nothing will be asked any more."""
+        self._sealed = True
+
+    def did(self) -> None:
+        """From the sender's thread. Whoever comes last of ``did`` and ``seal`` sees ``made``."""
+        self._done += 1
+
+    @property
+    def made(self) -> bool:
+        """All that was asked is done, and nothing more will be."""
+        return self._sealed and self._done == self._asked
 
     @property
     def ended(self) -> bool:
         """Every put has been made and has ended, well or not: its memory is free at both ends."""
-        return self._made and all(ticket.done for _, ticket in self._tickets)
+        return self.made and all(ticket.done for _, ticket in self._tickets)
 
     def failures(self) -> list[PeerGoneError]:
         """Once ended: one error for each receiver that could not be reached."""
@@ -225,20 +242,23 @@ class Sender:
     """A thread that makes puts in the order in which they are asked for."""
 
     def __init__(self, name: str, wake: Callable[[], None]) -> None:
-        """``wake`` is called from the thread each time a step's last put has been made."""
+        """``wake`` is called from the thread where a step's last put has been made after the node
+        sealed it, and so may have looked in vain."""
         self._wake = wake
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[StepPushes, Callable[[], None]] | None]
+        self._work = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"{name}-sender", daemon=True)
         self._thread.start()
 
     def begin(self, pushes: StepPushes) -> None:
-        self._work.put(pushes.announce)
+        self._ask(pushes, pushes.announce)
 
     def layer(self, pushes: StepPushes, layer: int) -> None:
-        self._work.put(lambda: pushes.put_layer(layer))
+        self._ask(pushes, lambda: pushes.put_layer(layer))
 
-    def finish(self, pushes: StepPushes) -> None:
-        self._work.put(lambda: self._finish(pushes))
+    def _ask(self, pushes: StepPushes, act: Callable[[], None]) -> None:
+        pushes.ask()
+        self._work.put((pushes, act))
 
     def close(self) -> None:
         """Ends the thread once the put under way has ended; what was not begun is dropped."""
@@ -246,10 +266,6 @@ class Sender:
         self._thread.join(STOP_SECONDS)
         if self._thread.is_alive():
             log.warning("%s did not end within %g s", self._thread.name, STOP_SECONDS)
-
-    def _finish(self, pushes: StepPushes) -> None:
-        pushes.seal()
-        self._wake()
 
     def _run(self) -> None:
         while True:
@@ -259,4 +275,8 @@ class Sender:
                 continue
             if work is None:
                 return
-            work()
+            pushes, act = work
+            act()
+            pushes.did()
+            if pushes.made:
+                self._wake()
