@@ -39,7 +39,15 @@ def add(commands: Any) -> None:
 def _add_listening(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     option(group, "--host", "server.host", f"address to listen on (default: {DEFAULTS.host})")
-    option(group, "--port", "server.port", f"0 takes a free one (default: {DEFAULTS.port})", int)
+    option(
+        group,
+        "--port",
+        "server.port",
+        f"TCP port; 0 takes a free one (default: {DEFAULTS.port})",
+        int,
+    )
+    text = "of the seeds drawn for requests that bring none, and of dummy weights (default: 0)"
+    option(group, "--seed", "model.seed", text, int)
     text = "names that clients ask for (default: the model's own)"
     option_list(group, "--served-model-name", "server.served_model_name", text)
     text = "prefix that a proxy in front strips from paths (default: none)"
