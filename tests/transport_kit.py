@@ -47,6 +47,7 @@ class Wire:
 WIRES = [
     Wire("inproc", processes=False),
     Wire("shm"),
+    Wire("cuda_ipc"),
     Wire("tcp", has_port=True),
     Wire("null", processes=False),
     # It keeps three copies of what is put, and every put is an actor call.

@@ -19,6 +19,7 @@ struct RingHeader {
   static constexpr uint32_t kMagic = 0x52564c43;  // "CLVR"
   static constexpr size_t kBytes = 4096;          // records begin after them
   static constexpr size_t kMaxName = 256;
+  static constexpr size_t kFlags = 2048;  // from here to kBytes: flags that a sender's devices set
 
   uint32_t magic;
   uint32_t version;
@@ -29,7 +30,7 @@ struct RingHeader {
   alignas(64) std::atomic<uint64_t> head;  // bytes ever read; stored by the receiver only
   alignas(64) Bell space;                  // the sender sleeps here, the receiver rings
 };
-static_assert(sizeof(RingHeader) <= RingHeader::kBytes);
+static_assert(sizeof(RingHeader) <= RingHeader::kFlags);
 
 // Followed by `nbytes` of payload, padded to a multiple of this header's size. A header never
 // wraps around the ring's end; a payload may.

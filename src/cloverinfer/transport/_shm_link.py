@@ -49,7 +49,7 @@ class Link:
         self._ring_name = f"{prefix}-r{token}"
         self._check_process()
         unfinished = f"{prefix}-t{token}"
-        ring = create_segment(unfinished, RING_BYTES)
+        ring = self.ring = create_segment(unfinished, RING_BYTES)
         try:
             _native.format_ring(ring, own_address)
             publish(unfinished, self._ring_name)

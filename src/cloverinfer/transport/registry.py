@@ -14,6 +14,7 @@ _CLASSES = {
     "shm": "ShmEndpoint",
     "tcp": "TcpEndpoint",
     "ray": "RayEndpoint",
+    "cuda_ipc": "CudaIpcEndpoint",
     "nixl": "NixlEndpoint",
     "null": "NullEndpoint",
 }

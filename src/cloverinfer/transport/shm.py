@@ -66,7 +66,7 @@ from .base import (
 
 __all__ = ["ShmEndpoint", "lives", "remove_leftovers"]
 
-_ADDRESS = re.compile(r"shm://(cloverinfer-(\d+)-[0-9a-f]+)")
+_ADDRESS = re.compile(r"[a-z_]+://(cloverinfer-(\d+)-[0-9a-f]+)")
 _REGION = re.compile(r"g\d+")
 _SPILLED_NAME = re.compile(r"m[0-9a-f]+")
 MOST_COPY_THREADS = 4
@@ -93,7 +93,7 @@ class ShmPeer(Peer):
         super().__init__(address)
         match = _ADDRESS.fullmatch(address)
         if match is None:
-            raise TransportError(f"{address!r} is not the address of a shm endpoint")
+            raise TransportError(f"{address!r} is not the address of an endpoint here")
         self.prefix = match[1]
         self.pid = int(match[2])
         self.lock = Lock()
@@ -152,13 +152,14 @@ class ShmEndpoint(Endpoint):
         self._copy_threads = (network or NetworkConfig()).copy_threads or _copy_threads()
         self._threads: _native.CopyThreads | None = None
         self._prefix = new_prefix()
-        self._address = f"shm://{self._prefix}"
+        self._address = f"{self.capabilities.name}://{self._prefix}"
         self._closed = False
         self._registered = 0
         self._dropped = 0
         self._regions: dict[str, OwnRegion] = {}
         self._peers: dict[str, ShmPeer] = {}
         self._rings: dict[int, ShmPeer] = {}
+        self._ring_memory: dict[int, mmap.mmap] = {}
         self._mapped: dict[RegionRef, _Mapped] = {}
         mailbox = create_segment(f"{self._prefix}-new", mmap.PAGESIZE)
         started = start_time(os.getpid())
@@ -208,6 +209,8 @@ class ShmEndpoint(Endpoint):
 
     def connect(self, address: str, timeout: float = DEFAULT_TIMEOUT) -> Peer:
         self._check_open()
+        if not address.startswith(f"{self.capabilities.name}://"):
+            raise TransportError(f"{address!r} is no address of the {self.capabilities.name} wire")
         self._drop_dead()
         peer = self._peers.get(address) or ShmPeer(address)
         with self._link(peer, deadline_after(timeout)) as link:
@@ -290,14 +293,21 @@ class ShmEndpoint(Endpoint):
         deadline = deadline_after(timeout)
         events = Events()
         while not events:
-            if self._reader.take_announcement():
-                self._adopt_rings()
             left = seconds_left(deadline)
-            for ring, kind, value, payload in self._reader.poll(left):
-                self._sort(self._rings[ring], kind, value, payload, events)
+            self._read(left, events)
             if left <= 0:
                 break
         return events
+
+    def _read(self, timeout: float, events: Events) -> None:
+        """Waits for the first record, or less long."""
+        if self._reader.take_announcement():
+            self._adopt_rings()
+        for ring, kind, value, payload in self._reader.poll(timeout):
+            self._arrive(ring, kind, value, payload, events)
+
+    def _arrive(self, ring: int, kind: int, value: int, payload: bytes, events: Events) -> None:
+        self._sort(self._rings[ring], kind, value, payload, events)
 
     def _sort(self, peer: ShmPeer, kind: int, value: int, payload: bytes, events: Events) -> None:
         if kind == NOTICE and value < 1 << 32:
@@ -333,7 +343,9 @@ class ShmEndpoint(Endpoint):
                 memory = open_segment(name)
                 address = _native.ring_sender(memory)
                 peer = self._peers.get(address) or ShmPeer(address)
-                self._rings[self._reader.add_ring(memory)] = self._peers.setdefault(address, peer)
+                ring = self._reader.add_ring(memory)
+                self._rings[ring] = self._peers.setdefault(address, peer)
+                self._ring_memory[ring] = memory
             except TransportError:
                 self._dropped += 1
             unlink(name)
@@ -347,7 +359,7 @@ class ShmEndpoint(Endpoint):
             # First whether it lives, then whether all is read: the dead write no more.
             if self._reader.finished(ring, start_time(peer.pid) is None):
                 self._reader.remove_ring(ring)
-                del self._rings[ring]
+                del self._rings[ring], self._ring_memory[ring]
         for ref, mapped in list(self._mapped.items()):
             if not mapped.of_use:
                 del self._mapped[ref]
@@ -369,6 +381,7 @@ class ShmEndpoint(Endpoint):
         for ring in self._rings:
             self._reader.remove_ring(ring)
         self._rings.clear()
+        self._ring_memory.clear()
         # After reader.close(): a sender that makes a ring from now on removes it itself.
         for name in names(f"{self._prefix}-"):
             unlink(name)
