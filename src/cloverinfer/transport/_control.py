@@ -7,6 +7,7 @@ answer may have to wait; reading must not). Does not know what a question means.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import struct
@@ -170,6 +171,8 @@ class Control:
             return
         self._ending.set()
         self._questions.put(None)
-        self._wake()
+        # The reading thread may have seen it by itself, and be gone.
+        with contextlib.suppress(TransportError):
+            self._wake()
         for thread in self._threads:
             thread.join(_ENDING)
