@@ -100,6 +100,9 @@ Status Engine::make_put(const Slices& slices, const int32_t* index, int64_t rows
     append(&op->remote, to, length);
     op->total += length;
   }
+  op->by_offset = op->remote;
+  std::sort(op->by_offset.begin(), op->by_offset.end(),
+            [](const Run& a, const Run& b) { return a.offset < b.offset; });
   return Status::kOk;
 }
 

@@ -24,6 +24,19 @@ void take(const std::vector<Run>& runs, Cursor* at, uint64_t nbytes, std::vector
   }
 }
 
+bool overlap(const std::vector<Run>& a, const std::vector<Run>& b) {
+  for (size_t i = 0, j = 0; i < a.size() && j < b.size();) {
+    if (a[i].offset + a[i].length <= b[j].offset) {
+      ++i;
+    } else if (b[j].offset + b[j].length <= a[i].offset) {
+      ++j;
+    } else {
+      return true;
+    }
+  }
+  return false;
+}
+
 bool plausible(const FrameHeader& header) {
   if (header.magic != kFrameMagic || header.reserved != 0) return false;
   if (header.nbytes > kMaxFrameBytes || header.runs > kMaxRuns) return false;

@@ -76,6 +76,9 @@ uint64_t covered(const std::vector<Run>& runs, Cursor at, uint64_t nbytes, uint3
 // Appends the next `nbytes` from `at` to `out` and moves `at` behind them.
 void take(const std::vector<Run>& runs, Cursor* at, uint64_t nbytes, std::vector<Run>* out);
 
+// Whether two lists of runs, both in the order of their offsets, have a byte in common.
+bool overlap(const std::vector<Run>& a, const std::vector<Run>& b);
+
 // Whether a header can be of a frame at all, whatever regions there are.
 bool plausible(const FrameHeader& header);
 

@@ -25,6 +25,11 @@ std::chrono::steady_clock::time_point time_point(int64_t ns) {
   return std::chrono::steady_clock::time_point(std::chrono::nanoseconds(ns));
 }
 
+bool several_frames(const Op& op) {
+  if (op.kind == Kind::kQuery) return false;
+  return op.total > kFrameBytes || op.local.size() > kMaxRuns || op.remote.size() > kMaxRuns;
+}
+
 }  // namespace
 
 void OutLink::start(std::vector<Fd> sockets, const std::vector<std::unique_ptr<Loop>>& loops) {
@@ -50,6 +55,7 @@ Status OutLink::submit(std::unique_ptr<Op>* op, int64_t give_up_ns) {
   if (state_ != Status::kOk) return state_;
   if (!room) return Status::kTimeout;
   message_bytes_ += (*op)->message.size();
+  (*op)->spread = several_frames(**op);
   ops_.push_back(std::move(*op));
   const Op& added = *ops_.back();
   if (added.deadline_ns < earliest_ns_) {
@@ -88,10 +94,14 @@ void OutLink::kick(const Op& op, std::unique_lock<std::mutex>* lock) {
     pump(kept.get());
     return;
   }
-  uint64_t wanted = std::max<uint64_t>(1, op.total / kFrameBytes);
-  for (const std::shared_ptr<OutStream>& stream : streams_) {
-    if (wanted-- == 0) return;
-    if (stream->busy || stream->blocked || stream->posted) continue;
+  nudge(streams_[0]);
+}
+
+// Has the stream look for work soon.
+void OutLink::nudge(const std::shared_ptr<OutStream>& stream) {
+  if (stream->busy) {
+    stream->again = true;
+  } else if (!stream->blocked && !stream->posted) {
     stream->posted = true;
     stream->loop()->post([link = shared_from_this(), stream] { link->pump(stream.get()); });
   }
@@ -141,14 +151,46 @@ bool OutLink::fill(OutStream* stream) {
   stream->begin_batch();
   while (next_ < ops_.size() && stream->batch_has_room()) {
     Op* const op = ops_[next_].get();
-    if (!op->started) {
-      op->started = true;
-      op->seq = next_seq_++;
+    if (!op->spread && stream != streams_[0].get()) {
+      nudge(streams_[0]);
+      break;
     }
+    if (!op->started && !may_start(*op)) {
+      held_ = true;  // reap() looks again
+      break;
+    }
+    if (!op->started) start(op);
     add_frame(stream, op);
     if (op->handed == op->total || op->kind == Kind::kQuery) ++next_;
   }
   return stream->writing();
+}
+
+bool OutLink::may_start(const Op& op) {
+  if (op.kind != Kind::kPut || (!op.spread && spread_.empty())) return true;
+  const auto clashes = [&](const Op& other) {
+    return other.kind == Kind::kPut && other.region == op.region &&
+           overlap(other.by_offset, op.by_offset);
+  };
+  if (!op.spread) {
+    return std::none_of(spread_.begin(), spread_.end(), [&](Op* one) { return clashes(*one); });
+  }
+  for (size_t i = 0; i < next_; ++i) {
+    if (clashes(*ops_[i])) return false;
+  }
+  return true;
+}
+
+void OutLink::start(Op* op) {
+  op->started = true;
+  op->seq = next_seq_++;
+  if (!op->spread) return;
+  spread_.push_back(op);
+  uint64_t frames = op->total / kFrameBytes;
+  for (const std::shared_ptr<OutStream>& stream : streams_) {
+    if (frames-- == 0) return;
+    nudge(stream);
+  }
 }
 
 void OutLink::add_frame(OutStream* stream, Op* op) {
@@ -205,12 +247,19 @@ void OutLink::reap() {
     ops_.pop_front();
     --next_;
   }
+  if (held_) {
+    held_ = false;
+    nudge(streams_[0]);
+  }
   changed_.notify_all();
   inbox_->push(finished);
 }
 
 void OutLink::finish(std::unique_ptr<Op> op, Status status, std::vector<Finished>* finished) {
   message_bytes_ -= op->message.size();
+  if (op->spread && op->started) {
+    spread_.erase(std::find(spread_.begin(), spread_.end(), op.get()));
+  }
   if (op->kind == Kind::kPut) finished->push_back({op->id, status});
   if (op->kind == Kind::kQuery) asked_.emplace_back(op->id, status);
 }

@@ -1,8 +1,11 @@
 // The sending end of a link: puts, messages and queries to one peer, over several connections.
 //
-// An op's bytes are handed out frame by frame to whichever connection has room. It is done once
-// the peer has answered that everything is in its memory. A link that failed stays failed, and
-// everything pending on it fails at once: what was lost is never passed over in silence.
+// An op of many frames is spread: each goes to whichever connection has room. An op of one frame
+// takes the first connection. So that later puts overwrite earlier ones and never the reverse, an
+// op waits while a spread one, or it being spread itself any one, still writes to the same bytes.
+// An op is done once the peer has answered that everything is in its memory. A link that failed
+// stays failed, and everything pending on it fails at once: what was lost is never passed over in
+// silence.
 #pragma once
 
 #include <condition_variable>
@@ -32,9 +35,11 @@ struct Op {
   std::string message;
 
   // The link's own from here on.
-  bool started = false;  // some of it may be on its way
-  uint64_t seq = 0;      // once started
-  uint64_t handed = 0;   // bytes given to connections
+  bool spread = false;         // of more than one frame
+  bool started = false;        // some of it may be on its way
+  std::vector<Run> by_offset;  // of a put: remote, sorted
+  uint64_t seq = 0;            // once started
+  uint64_t handed = 0;         // bytes given to connections
   Cursor local_at;
   Cursor remote_at;
   int frames_out = 0;  // frames that connections have not written whole
@@ -68,6 +73,9 @@ class OutLink : public std::enable_shared_from_this<OutLink> {
 
   void pump(OutStream* stream);
   bool fill(OutStream* stream);
+  bool may_start(const Op& op);
+  void start(Op* op);
+  void nudge(const std::shared_ptr<OutStream>& stream);
   void add_frame(OutStream* stream, Op* op);
   void write(OutStream* stream, std::unique_lock<std::mutex>* lock);
   void kick(const Op& op, std::unique_lock<std::mutex>* lock);
@@ -85,6 +93,8 @@ class OutLink : public std::enable_shared_from_this<OutLink> {
   std::vector<std::shared_ptr<OutStream>> streams_;
   std::deque<std::unique_ptr<Op>> ops_;  // in order; the first next_ are handed out whole
   size_t next_ = 0;
+  std::vector<Op*> spread_;  // started and not answered
+  bool held_ = false;        // the next op waits for answers to those before it
   uint64_t next_seq_ = 0;
   uint64_t answered_ = 0;  // ops below it are in the peer's memory
   uint64_t message_bytes_ = 0;

@@ -55,6 +55,26 @@ def test_data_is_there_before_its_notice(wire: Wire, pair: tuple[Endpoint, Endpo
     thread.join()
 
 
+def test_later_puts_overwrite_earlier_ones(wire: Wire, pair: tuple[Endpoint, Endpoint]) -> None:
+    """Whatever their sizes, and without waiting for any of them."""
+    nbytes, piece = 4 << 20, 16 << 10
+    way = Way(*pair, nbytes=nbytes, length=piece)
+    draw = np.random.default_rng(7)
+    array(way.source)[:] = draw.integers(1, 256, nbytes)
+    source = array(way.source).reshape(-1, piece)
+    want, tickets = np.zeros_like(source), []
+    for notice in range(wire.count(150)):
+        # A whole region, parts of it, single pieces; scattered and adjoining.
+        count = int(draw.choice([1, 2, 40, 100, len(source)]))
+        index = np.stack([draw.permutation(len(source))[:count], np.arange(count)], 1)
+        index[:, 1] += draw.integers(0, len(source) - count + 1)
+        want[index[:, 1]] = source[index[:, 0]]
+        tickets.append(way.start(notice, index.astype(np.int32)))
+    settle(pair[0], *tickets)
+    collect(pair[1], notices=len(tickets))
+    way.expect(want.reshape(nbytes))
+
+
 def test_puts_and_messages_arrive_in_order(wire: Wire, pair: tuple[Endpoint, Endpoint]) -> None:
     count = wire.count(10_000)
     way = Way(*pair, nbytes=64)
