@@ -115,6 +115,7 @@ def test_flags_reach_the_server(
 def test_a_list_of_keys_comes_from_the_environment() -> None:
     config = load_config(environ={"CLOVER_SERVER_API_KEY": "k1, k2,"})
     assert config.server.api_key == ("k1", "k2")
+    assert "k1" not in repr(config)
     assert load_config(overrides={"server": {"api_key": "one"}}).server.api_key == ("one",)
 
 

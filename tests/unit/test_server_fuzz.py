@@ -20,7 +20,7 @@ from cloverinfer.server.protocol import CompletionRequest
 from cloverinfer.server.utilities import DetokenizeRequest, TokenizeRequest
 
 FUZZ = settings(
-    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 POSTS = {
     "/v1/completions": ({"model": "m", "prompt": "a b", "max_tokens": 2}, CompletionRequest),

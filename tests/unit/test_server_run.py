@@ -42,6 +42,27 @@ def test_the_openai_client_works(base: str) -> None:
             client.completions.create(model="x", prompt="a")
 
 
+def test_the_async_openai_client_works(base: str) -> None:
+    async def talk() -> tuple[Any, str, list[Any]]:
+        async with openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="any") as client:
+            messages: Any = [{"role": "user", "content": "hi"}]
+            fields: Any = {"model": "m", "messages": messages, "max_tokens": 3}
+            whole, several = await asyncio.gather(
+                client.chat.completions.create(**fields, logprobs=True, top_logprobs=1),
+                client.completions.create(model="m", prompt=["a", "b"], n=2, max_tokens=1),
+            )
+            text = ""
+            async with await client.chat.completions.create(**fields, stream=True) as stream:
+                async for part in stream:
+                    text += part.choices[0].delta.content or ""
+            return whole, text, several.choices
+
+    whole, text, several = asyncio.run(talk())
+    assert whole.choices[0].message.content == text == "w0 w1 w2 "
+    assert [one.token for one in whole.choices[0].logprobs.content] == ["w0 ", "w1 ", "w2 "]
+    assert [one.index for one in several] == [0, 1, 2, 3]
+
+
 def test_the_openai_client_sees_a_failure_in_a_stream(base: str, engine: Any) -> None:
     engine.fail_at = 1
     with openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0) as client:

@@ -76,6 +76,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("server.ssl_keyfile and server.ssl_certfile go together: set both")
 
+    def __repr__(self) -> str:
+        """Logs and errors never tell the keys."""
+        fields = msgspec.structs.asdict(self)
+        fields["api_key"] = ("***",) * len(self.api_key)
+        return f"ServerConfig({', '.join(f'{key}={value!r}' for key, value in fields.items())})"
+
 
 class ChatConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How chats with a model become prompts, and its answers become tool calls."""
