@@ -3,6 +3,7 @@
 # test    all test tiers        lint   every check on style and structure
 # test-large  puts of a gigabyte over every transport (needs 4 GiB of memory)
 # test-nixl  the tests of the nixl transport, with NIXL in build/nixl
+# test-clients  clients of others, unmodified, in environments of their own (minutes the first time)
 # bench   quick benchmarks      clean  removes what was built (.venv with it)
 
 SHELL := /bin/bash
@@ -72,6 +73,10 @@ build/nixl/.made: $(VENV)/.native constraints.txt
 
 test-nixl: setup build/nixl/.made
 	@build/nixl/bin/python -m pytest -m "not ray and not large" -k nixl tests/unit tests/contract tests/integration
+
+test-clients: setup
+	@tools/make_clients.sh $(BIN)/python build/clients
+	@$(BIN)/python -m pytest tests/clients
 
 lint: setup
 	$(BIN)/ruff check .
