@@ -154,6 +154,7 @@ def test_lm_eval(url: str, tmp_path: Path) -> None:
     assert scores["acc,none"] == 1.0, out[-2000:]
 
 
+@pytest.mark.timeout(1000)
 def test_schemathesis(url: str, tmp_path: Path) -> None:
     """Bodies made of the server's own OpenAPI document: none gets a 5xx, none hangs."""
     schemathesis = program("schemathesis", "schemathesis")
