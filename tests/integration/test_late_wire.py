@@ -66,3 +66,20 @@ def test_puts_that_fail_late_fail_their_request_and_the_others_go_on(late, model
         done = llm.generate(PROMPTS, GREEDY)
         check_idle(llm)
     assert [one.token_ids for one in done] == wanted
+
+
+@pytest.mark.parametrize("sizes", [{}, {"prefill_block_size": 4}])
+def test_a_wire_that_failed_is_used_again(late, model, wanted, monkeypatch, sizes):
+    """Through a ring of few slots too: what failed puts had taken of it comes back."""
+    monkeypatch.setattr("cloverinfer.nodes.inlet.MIB", 6000)
+    monkeypatch.setattr(late, "delay", 0.002)
+    with LLM(model, topology="pd", staging_mib=1, **(POOL | sizes)) as llm:
+        sender = next(one for one in late.made if one.name == "prefill-0")
+        for puts in (0, 1, 0):
+            sender.refuse_from = sender.puts + puts
+            with pytest.raises(CloverError, match="decode-0: the wire is cut"):
+                llm.generate([PROMPTS[5]], GREEDY)
+            sender.refuse_from = None
+        done = llm.generate(PROMPTS, GREEDY)
+        check_idle(llm)
+    assert [one.token_ids for one in done] == wanted

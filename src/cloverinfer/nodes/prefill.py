@@ -35,6 +35,8 @@ from .staged_push import StagedPusher
 from .staging import is_staged
 
 log = logging.getLogger(__name__)
+MEND_SECONDS = 2.0
+"""How long connecting anew may keep the node from its work."""
 
 
 @dataclass
@@ -127,9 +129,16 @@ class PrefillNode(LocalNode):
                 self._set_aside.messages.append((peer, data))
         self._set_aside.notices += events.notices
         self._set_aside.tickets += events.tickets
+        self._look(events)
+
+    def _look(self, events: Events) -> None:
+        if events.tickets:
+            for pusher in self._staged.values():
+                pusher.look()
 
     def _dispatch(self, events: Events) -> None:
         super()._dispatch(events)
+        self._look(events)
         self._report_ended()
 
     def run_plan(self, plan: StepPlan) -> None:
@@ -175,6 +184,8 @@ class PrefillNode(LocalNode):
         if problem is not None:
             self.report_failure(step.plan, problem)
             return
+        for failure in failures:
+            self._mend(failure.peer)
         if failures:
             self.report_lost(step.plan, failures)
             return
@@ -183,6 +194,17 @@ class PrefillNode(LocalNode):
         stats.push, stats.push_wait = pushes.seconds, now - step.computed
         stats.seconds = now - step.started
         self.report(step_done(self.config.name, step.plan, step.sampled, stats))
+
+    def _mend(self, name: str) -> None:
+        """A receiver could not be reached. Where it lives, later requests shall reach it: a wire
+        that lost a put ends its connection until it is made anew."""
+        try:
+            self.endpoint.connect(self.peers[name].address, MEND_SECONDS)
+            staged = self._staged.get(self.peers[name].address)
+            if staged is not None:
+                staged.mend()
+        except TransportError as problem:
+            log.warning("%s: %s cannot be reached: %s", self.config.name, name, problem)
 
     def _plan_pushes(self, batch: Batch) -> list[PushJob]:
         sampling = {row.request for row in batch.sampled}

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from ..core.errors import DeadlineError, TransportError
 from ..kvcache.checksum import BlockSums
 from ..kvcache.layout import PoolLayout
-from ..transport.base import DEFAULT_TIMEOUT, Endpoint, Peer, Ranges, Region, Slices
-from ..wire.messages import KVPiece, PeerInfo, StagingGrant
+from ..transport.base import DEFAULT_TIMEOUT, Endpoint, Peer, Ranges, Region, Slices, Ticket
+from ..wire.messages import KVPiece, KVReset, PeerInfo, StagingGrant
 from ..wire.notices import pack_kv
 from .pushes import Pusher, PushJob, Track, layer_slices
 
@@ -42,6 +42,8 @@ class StagedPusher(Pusher):
         self._slots = 0
         self._free: deque[int] = deque()
         self._taken: set[int] = set()
+        self._tickets: list[Ticket] = []
+        """Of puts that may be under way; where one has failed, no credit will come for it."""
         self._closed = False
         self._changed = threading.Condition()
 
@@ -70,6 +72,17 @@ class StagedPusher(Pusher):
                     self._taken.discard(slot)
                     self._free.append(slot)
             self._changed.notify_all()
+
+    def look(self) -> None:
+        """Some puts have ended: a wait for slots may be in vain."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def mend(self) -> None:
+        """Once a put has failed and all have ended, and the connection has been made anew: the
+        slots that failed puts took come back as credits. ``TransportError`` where it is gone."""
+        self._tickets.clear()
+        self._send(KVReset())
 
     def close(self) -> None:
         """Ends a wait for slots with ``TransportError``."""
@@ -115,6 +128,7 @@ class StagedPusher(Pusher):
         index = _index(blocks, slots)
         notice = pack_kv(push.transfer, number, layer)
         ticket = self._endpoint.put(self._ranges[layer], index, notice)
+        self._tickets.append(ticket)
         track(ticket, len(slots) * self._layout.layer_block_bytes(layer))
 
     def _reserve(self, wanted: int) -> list[int]:
@@ -124,6 +138,9 @@ class StagedPusher(Pusher):
                 raise DeadlineError(
                     f"the staging ring of {self.name} stayed full for {DEFAULT_TIMEOUT:g} s"
                 )
+            failed = self._failed()
+            if failed is not None:
+                raise TransportError(str(failed))
             if self._closed:
                 raise TransportError("the node is closing")
             slots = [self._free.popleft() for _ in range(min(wanted, len(self._free)))]
@@ -132,7 +149,14 @@ class StagedPusher(Pusher):
 
     def _ready(self, wanted: int) -> bool:
         least = min(wanted, max(1, self._slots // LEAST_SHARE))
-        return self._closed or (bool(self._ranges) and len(self._free) >= least)
+        if self._closed or self._failed() is not None:
+            return True
+        return bool(self._ranges) and len(self._free) >= least
+
+    def _failed(self) -> Exception | None:
+        """Why a put has failed since the last ``mend``."""
+        self._tickets = [t for t in self._tickets if not t.done or t.error is not None]
+        return next((t.error for t in self._tickets if t.done), None)
 
 
 def _index(blocks: npt.NDArray[np.int32], slots: list[int]) -> npt.NDArray[np.int32]:

@@ -65,6 +65,8 @@ class _Ring:
     slots_sb: npt.NDArray[np.uint8]
     """``[slots, slot bytes]``."""
     announced: deque[KVPiece] = field(default_factory=deque)
+    held: set[int] = field(default_factory=set)
+    """Slots of pieces that are proven and have not been given back."""
 
 
 class Staging:
@@ -139,10 +141,20 @@ class Staging:
             return None
         while not _proves(notice, piece := ring.announced.popleft()):
             self.give_back(source, piece)
+        ring.held.update(piece.slots)
         return piece
 
     def give_back(self, source: str, piece: KVPiece) -> None:
+        self._rings[source].held.difference_update(piece.slots)
         self._send(source, KVCredit(piece.slots))
+
+    def reset(self, source: str) -> None:
+        """The sender's puts have failed and ended: only what is proven is still of use."""
+        ring = self._rings.get(source)
+        if ring is not None:
+            ring.announced.clear()
+            free = set(range(len(ring.slots_sb))) - ring.held
+            self._send(source, KVCredit(sorted(free)))
 
     def sum_of(self, source: str, piece: KVPiece) -> int:
         """The checksum of what lies in the piece's slots."""

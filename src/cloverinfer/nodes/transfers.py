@@ -26,6 +26,7 @@ from ..wire.messages import (
     ExpectTransfer,
     KVChunk,
     KVPiece,
+    KVReset,
     KVSum,
     Message,
     TransferDone,
@@ -121,6 +122,8 @@ class TransferReceiver:
             self.take(source, message)
         elif isinstance(message, KVPiece) and self._staging is not None:
             self._staging.announce(source, message)
+        elif isinstance(message, KVReset) and self._staging is not None:
+            self._staging.reset(source)
         else:
             return False
         return True

@@ -119,7 +119,8 @@ class Ranges:
 
 
 class Ticket:
-    """A put under way. Once ``done``, ``error`` is None or what went wrong."""
+    """A put under way. Once ``done``, ``error`` is None or what went wrong, and the sender neither
+    reads local memory for it nor sends any more of it."""
 
     __slots__ = ("done", "error")
 

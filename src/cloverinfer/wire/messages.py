@@ -225,6 +225,11 @@ class KVCredit(msgspec.Struct, array_like=True, tag="credit"):
     slots: list[int]
 
 
+class KVReset(msgspec.Struct, array_like=True, tag="reset"):
+    """From prefill node to receiver, once puts to it have failed and ended: what was announced and
+    not proven will not come, and its slots can be given back."""
+
+
 class TransferDone(msgspec.Struct, array_like=True, tag="transferred"):
     """From receiver to scheduler: every promised block of every layer has arrived once; or not."""
 
@@ -406,6 +411,7 @@ Message = Union[
     StagingGrant,
     KVPiece,
     KVCredit,
+    KVReset,
     TransferDone,
     StepDone,
     StepFailed,
