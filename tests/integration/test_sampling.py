@@ -139,10 +139,11 @@ def shaped(peer):
     return cases
 
 
-def test_shaped_logits_give_the_same_tokens_in_every_topology(llm, shaped):
+def test_shaped_logits_give_the_same_tokens_in_every_topology(llm, shaped, peer):
     prompts, params, wanted = zip(*shaped, strict=True)
     done = llm.generate(list(prompts), list(params))
     assert [one.token_ids for one in done] == list(wanted)
+    check_logprobs(peer, prompts[4], done[4], 4)  # the model's own, whatever shapes the logits
     # A cached prefix is not read again, but its tokens count.
     again = llm.generate(list(prompts), list(params))
     assert again[2].metrics["cached_tokens"] > 0

@@ -60,3 +60,19 @@ def test_prefixes_are_shared_within_a_salt_alone() -> None:
         cached.append(request.num_cached)
     c.check_end()
     assert cached == [0, 0, 0, 8, 8, 0]
+
+
+def test_blocks_that_decode_fills_keep_their_salt() -> None:
+    c = cluster("colocated")
+    first = make_request(0, prompt(3), max_tokens=8, ignore_eos=True)
+    first.cache_salt = "a"
+    c.add(first)
+    c.run()
+    cached = []
+    for number, salt in enumerate(["b", None, "a"], 1):
+        request = make_request(number, first.all_token_ids(), max_tokens=1)
+        request.cache_salt = salt
+        c.add(request)
+        c.run()
+        cached.append(request.num_cached)
+    assert cached == [0, 0, 8]
