@@ -3,6 +3,7 @@
 # test    all test tiers        lint   every check on style and structure
 # test-large  puts of a gigabyte over every transport (needs 4 GiB of memory)
 # test-nixl  the tests of the nixl transport, with NIXL in build/nixl
+# test-gpu   the tests that need a CUDA device
 # test-clients  clients of others, unmodified, in environments of their own (minutes the first time)
 # bench   quick benchmarks      clean  removes what was built (.venv with it)
 
@@ -20,7 +21,7 @@ BUILD_REQUIREMENTS := scikit-build-core pybind11 cmake ninja
 NATIVE := CMakeLists.txt $(shell find csrc -type f)
 TIERS := $(foreach tier,unit contract kernels integration e2e,$(wildcard tests/$(tier)))
 
-.PHONY: setup run test test-large test-nixl lint bench clean format check-resolve
+.PHONY: setup run test test-large test-nixl test-gpu lint bench clean format check-resolve
 
 setup: $(VENV)/.native
 
@@ -77,6 +78,10 @@ test-nixl: setup build/nixl/.made
 test-clients: setup
 	@tools/make_clients.sh $(BIN)/python build/clients
 	@$(BIN)/python -m pytest tests/clients
+
+# On a host with a device: what is skipped elsewhere.
+test-gpu: setup
+	@$(BIN)/python -m pytest -m "not ray" -k cuda tests
 
 lint: setup
 	$(BIN)/ruff check .

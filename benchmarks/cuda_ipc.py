@@ -37,6 +37,7 @@ WINDOW = 16
 PING = 1 << 20
 """Notices from here on are answered."""
 SMALL = 4096
+HOST_BYTES = 16 << 20
 PATIENCE = 60.0
 
 
@@ -50,7 +51,8 @@ def child(address: str, nbytes: int) -> None:
     endpoint = create_endpoint("cuda_ipc", "sink")
     tensor, region = device_region(endpoint, nbytes)
     parent = endpoint.connect(address)
-    endpoint.send(parent, msgspec.msgpack.encode(region.ref))
+    host = endpoint.register(HOST_BYTES)
+    endpoint.send(parent, msgspec.msgpack.encode([region.ref, host.ref]))
     ranges = None
     while True:
         events = endpoint.poll(PATIENCE)
@@ -79,7 +81,7 @@ class Bench:
         command = [sys.executable, __file__, "--child", self.endpoint.address()]
         self.process = subprocess.Popen([*command, "--bytes", str(nbytes)])
         ((self.peer, message),) = self._message()
-        self.ref = msgspec.msgpack.decode(message, type=RegionRef)
+        self.ref, self.host = msgspec.msgpack.decode(message, type=list[RegionRef])
         self.endpoint.send(self.peer, msgspec.msgpack.encode(self.region.ref))
 
     def _message(self) -> list[tuple]:
@@ -95,8 +97,9 @@ class Bench:
         self.process.wait(PATIENCE)
         self.endpoint.close()
 
-    def ranges(self, at: np.ndarray, to: np.ndarray, length: int) -> Ranges:
-        here, there = Slices(self.region, at, length), Slices(self.ref, to, length)
+    def ranges(self, at: np.ndarray, to: np.ndarray, length: int, host: bool = False) -> Ranges:
+        target = self.host if host else self.ref
+        here, there = Slices(self.region, at, length), Slices(target, to, length)
         return self.endpoint.prepare(self.peer, here, there)
 
     def check(self) -> None:
@@ -171,6 +174,7 @@ def measure(quick: bool) -> list[Row]:
         for nbytes in (size for size in sizes if 16 * block <= size <= 256 << 20):
             for how in ("own choice", "copy engines"):
                 rows.append(scattered(bench, nbytes, block, how, floors[nbytes]))
+    rows.append(to_host(bench, times=4 if quick else 20))
     halves = bench.half_trips(200 if quick else 2000)
     rows.append(Row("half round trip", min(halves) * 1e6, "us", {"bytes": SMALL, "what": "min"}))
     median = statistics.median(halves) * 1e6
@@ -179,19 +183,30 @@ def measure(quick: bool) -> list[Row]:
     return rows
 
 
+def to_host(bench: Bench, times: int) -> Row:
+    """Into the other process's host memory, over a copy to page-locked memory of this one."""
+    pinned = torch.empty(HOST_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    floor = HOST_BYTES / copy_seconds(bench.tensor[:HOST_BYTES], pinned, times)
+    ranges = bench.ranges(np.zeros(1, np.int64), np.zeros(1, np.int64), HOST_BYTES, host=True)
+    whole = np.zeros((1, 2), np.int32)
+    bench.seconds(ranges, whole, 2)
+    speed = HOST_BYTES / bench.seconds(ranges, whole, times)
+    return row("put to host memory", speed, floor, {"bytes": HOST_BYTES, "block": HOST_BYTES})
+
+
 def scattered(bench: Bench, nbytes: int, block: int, how: str, floor: float) -> Row:
     count = nbytes // block
     draw = np.random.default_rng(0)
     at = np.arange(count, dtype=np.int64) * block
     ranges = bench.ranges(at, at, block)
     index = np.stack([draw.permutation(count), draw.permutation(count)], 1).astype(np.int32)
-    few = _cuda_lane.FEW_RUNS
-    _cuda_lane.FEW_RUNS = few if how == "own choice" else 1 << 30
+    few = _cuda_lane.FEW_PIECES
+    _cuda_lane.FEW_PIECES = few if how == "own choice" else 1 << 30
     try:
         bench.seconds(ranges, index, 2)
         speed = nbytes / bench.seconds(ranges, index, max(min((1 << 30) // nbytes, 50), 4))
     finally:
-        _cuda_lane.FEW_RUNS = few
+        _cuda_lane.FEW_PIECES = few
     return row("put", speed, floor, {"bytes": nbytes, "block": block, "how": how})
 
 

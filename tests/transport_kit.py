@@ -53,7 +53,7 @@ WIRES = [
     # It keeps three copies of what is put, and every put is an actor call.
     Wire("ray", pace=60, most=64 << 20, loose_files=True),
     # UCX opens sockets of its own.
-    Wire("nixl", loose_files=True),
+    Wire("nixl", has_port=True, loose_files=True),
 ]
 
 

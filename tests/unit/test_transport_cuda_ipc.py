@@ -272,6 +272,10 @@ def test_put_waits_for_its_event(make: Make, driver: AnyDriver) -> None:
 
 def test_host_put_waits_for_its_event(make: Make, driver: AnyDriver) -> None:
     way = DeviceWay(make, driver, "host-host")
+    happened, fire = driver.event()
+    fire()
+    finish(way.a, way.a.put(way.whole, rows((0, 0)), 4, after=happened))
+    collect(way.b, notices=1)
     event, fire = driver.event()
     ticket = way.a.put(way.whole, rows((0, 0)), 5, after=event)
     assert not way.b.poll(0.05)

@@ -12,7 +12,7 @@ from .network import NetworkConfig
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TOPOLOGIES = ("colocated", "pd", "pda")
 EXECUTORS = ("local", "process", "ray")
-TRANSPORTS = ("auto", "inproc", "shm", "tcp", "ray", "nixl")
+TRANSPORTS = ("auto", "inproc", "cuda_ipc", "shm", "tcp", "ray", "nixl")
 ATTENTION_BACKENDS = ("auto", "cpu", "torch")
 MOST = 10**9
 """No count or size means anything beyond it."""

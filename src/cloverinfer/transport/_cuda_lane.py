@@ -24,10 +24,10 @@ from .base import Ticket
 
 Addresses = npt.NDArray[np.uint64]
 
-FEW_RUNS = 2
-"""Up to so many runs, and from ``LARGE_RUN`` bytes a run on average, copy engines are as fast as
-the kernel, and leave the multiprocessors to others. A run of a batch takes them about 5 us."""
-LARGE_RUN = 16 << 20
+FEW_PIECES = 2
+"""Up to so many pieces, and from ``LARGE_PIECE`` bytes each, copy engines are as fast as the
+kernel, and leave the multiprocessors to others. A piece of a batch takes them about 5 us."""
+LARGE_PIECE = 16 << 20
 _TABLE_ROWS = 1 << 16
 _ROW_BYTES = 16
 _MOST_ROWS = _TABLE_ROWS // 4
@@ -157,11 +157,11 @@ class Lane:
             piece = int(copies.targets[0]), int(copies.sources[0]), copies.length
             self.driver.copy(self._stream, *piece)
             return True
-        targets, sources, sizes = runs(copies)
-        few = len(sizes) <= FEW_RUNS or sizes.mean() >= LARGE_RUN
-        if few or not copies.aligned:
-            self.driver.copy_many(self._stream, targets, sources, sizes)
-        return few or not copies.aligned
+        many = len(copies.targets) > FEW_PIECES and copies.length < LARGE_PIECE
+        if many and copies.aligned:
+            return False
+        self.driver.copy_many(self._stream, *runs(copies))
+        return True
 
     def _fly(self, flight: Flight) -> Flight:
         self.driver.write_flag(self._stream, flight.flag.pointer, flight.number)

@@ -77,7 +77,8 @@ def index_array(index: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 def check_index(ranges: OffsetRanges, index: npt.NDArray[np.int32]) -> None:
     """``ValueError`` for a row that names no slice (native copies check it themselves)."""
     counts = (len(ranges.source_offsets), len(ranges.target_offsets))
-    if len(index) and (index.min() < 0 or (index.max(axis=0) >= counts).any()):
+    rows = index.view(np.uint32)  # what is negative becomes larger than any count
+    if len(index) and (rows[:, 0].max() >= counts[0] or rows[:, 1].max() >= counts[1]):
         raise ValueError(f"an index row names no slice; there are {counts[0]} and {counts[1]}")
 
 

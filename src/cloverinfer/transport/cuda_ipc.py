@@ -259,7 +259,9 @@ class CudaIpcEndpoint(ShmEndpoint):
         return ticket
 
     def _through_device(self, ranges: ShmRanges) -> CudaRanges:
-        """For a put between host memories that must wait for an event."""
+        """For a put between host memories that must wait for an event. Where no device was used
+        before, the first such put waits for what the device is doing: so loading a kernel does.
+        """
         lane = self._any_lane()
         source, target = self._pin_own(ranges.region, lane), self._pin_mapped(ranges, lane)
         return self._made(CudaRanges(ranges, lane, source, target))

@@ -1,7 +1,7 @@
 """Endpoints whose puts are NIXL writes (its UCX plugin): shared memory, RDMA or TCP, as UCX finds.
 
 NIXL moves bytes and nothing else here. Notices, messages and questions about regions travel over an
-inner ``shm`` endpoint: NIXL cannot sleep until a notification comes, and does not say when a peer
+inner ``tcp`` endpoint: NIXL cannot sleep until a notification comes, and does not say when a peer
 dies. A put is written and flushed before its notice is sent, so the data is there first.
 
 Fencing: a region is taken back only after every peer that may write to it has said that it will not
@@ -56,7 +56,7 @@ from .base import (
     Slices,
     Ticket,
 )
-from .shm import ShmEndpoint
+from .tcp import TcpEndpoint
 
 _OPEN, _REVOKE = b"o", b"r"
 """Questions, followed by a region's name: may I write to it; will you write to it no more."""
@@ -147,7 +147,7 @@ class NixlEndpoint(Endpoint):
     capabilities = Capabilities(
         name="nixl",
         cross_process=True,
-        cross_host=False,
+        cross_host=True,
         puts_into_any_memory=True,
         max_message_bytes=MAX_MESSAGE_BYTES - OVERHEAD,
     )
@@ -162,7 +162,7 @@ class NixlEndpoint(Endpoint):
         self._regions: dict[str, NixlRegion] = {}
         self._peers: dict[str, NixlPeer] = {}
         self._peers_lock = threading.Lock()
-        inner = ShmEndpoint(name, network)
+        inner = self._inner = TcpEndpoint(name, network)
         try:
             self._agent = Agent(f"{name}-{secrets.token_hex(8)}")
             self._control = Control(inner, self._answer)
@@ -171,6 +171,11 @@ class NixlEndpoint(Endpoint):
             raise
         self._address = _outer(inner.address())
         _open_endpoints.add(self)
+
+    @property
+    def dropped(self) -> int:
+        """Strangers, and records that made no sense."""
+        return self._inner.dropped + self._control.dropped
 
     def address(self) -> str:
         return self._address
@@ -405,8 +410,8 @@ def _copy_here(ranges: NixlRanges, target: OwnRegion, index: npt.NDArray[np.int3
 
 
 def _inner(address: str) -> str:
-    return "shm" + address[len("nixl") :]
+    return "tcp" + address[len("nixl") :]
 
 
 def _outer(address: str) -> str:
-    return "nixl" + address[len("shm") :]
+    return "nixl" + address[len("tcp") :]
