@@ -10,7 +10,7 @@ import numpy as np
 from nixl_cu12 import nixl_agent
 
 LATENCY_BYTES = 4096
-LATENCY_ROUNDS = 1000
+LATENCY_ROUNDS = 200
 
 
 def agent(name, nbytes):

@@ -3,7 +3,8 @@
 The floor of shm is a plain copy in memory with the same threads, that of tcp as many bare sockets,
 both measured in turn with the transport; the fastest of some rounds counts for each. The floor of a
 latency is the least that can be done: two processes that wake each other, or 4 KB back and forth
-over one socket. Peers get the same sizes and pieces, each by its own fastest call.
+over one socket, each side on a core of its own. Peers get the same sizes and pieces, each by its
+own fastest call.
 
     python benchmarks/transfer.py --peer nixl=/path/to/python --peer mooncake=/path/to/python
 """
@@ -22,7 +23,7 @@ from typing import Any
 import msgspec
 
 from _common import Row, describe_run, finish, parser
-from _transfer_floors import MemoryCopy, Sockets
+from _transfer_floors import MemoryCopy, Sockets, apart
 from cloverinfer.config.network import NetworkConfig
 from cloverinfer.transport import missing
 from cloverinfer.verify.near import Exchange, second_process
@@ -72,10 +73,12 @@ def measure(
                     least = max(least, floor.rate(nbytes, puts(nbytes)))
                     best = max(best, exchange.bandwidth(nbytes, piece, puts(nbytes)))
                 rates[nbytes, piece] = best, least
-            pairs = [
-                (exchange.latency(LATENCY_ROUNDS).median, floor.latency())
-                for _ in range(args.rounds)
-            ]
+            assert near.pid is not None
+            pairs = []
+            for _ in range(args.rounds):
+                with apart(near.pid):
+                    ours = exchange.latency(LATENCY_ROUNDS).median
+                pairs.append((ours, floor.latency()))
     return rates, (min(one for one, _ in pairs), min(one for _, one in pairs)), floor.name
 
 

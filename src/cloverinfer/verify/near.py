@@ -32,8 +32,10 @@ class Latency:
 class Near:
     """Asks, and hears answers."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, pid: int | None = None) -> None:
         self.control = control
+        self.pid = pid
+        """Of the far side, where it is a process of this host that we started."""
 
     def ask(self, ask: Ask) -> Answer:
         """``TransportError`` where the far side could not, or is gone."""
@@ -138,7 +140,7 @@ def second_process(
         try:
             _give(process, msgspec.json.encode([network, control]))
             peer = _hello(endpoint, process)
-            near = Near(Control(endpoint, peer, lambda: process.poll() is None))
+            near = Near(Control(endpoint, peer, lambda: process.poll() is None), process.pid)
             yield near
             with contextlib.suppress(TransportError):  # it may have ended before us
                 near.ask(Ask("end", good=True))
