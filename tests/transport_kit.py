@@ -6,6 +6,7 @@ A transport joins every contract suite by its line in ``WIRES``.
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from collections.abc import Callable
@@ -37,6 +38,8 @@ class Wire:
     """Whether the suite between processes runs."""
     has_port: bool = False
     """Whether strangers can knock at the host and port in its addresses."""
+    steady_memory: bool = True
+    """Whether it keeps nothing of what was put, so that the process's memory tells of leaks."""
     loose_files: bool = False
     """Whether it opens files as it likes, so that they cannot be counted."""
 
@@ -49,9 +52,9 @@ WIRES = [
     Wire("shm"),
     Wire("cuda_ipc"),
     Wire("tcp", has_port=True),
-    Wire("null", processes=False),
+    Wire("null", processes=False, steady_memory=False),
     # It keeps three copies of what is put, and every put is an actor call.
-    Wire("ray", pace=60, most=64 << 20, loose_files=True),
+    Wire("ray", pace=60, most=64 << 20, steady_memory=False, loose_files=True),
     # UCX opens sockets of its own.
     Wire("nixl", has_port=True, loose_files=True),
 ]
@@ -70,6 +73,12 @@ def segments() -> list[str]:
     return [
         name for name in os.listdir("/dev/shm") if name.startswith(f"cloverinfer-{os.getpid()}-")
     ]
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in use now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
 _kept: WeakKeyDictionary[Endpoint, Events] = WeakKeyDictionary()

@@ -17,6 +17,7 @@ from tests.transport_kit import (
     collect,
     offsets,
     put_error,
+    resident_bytes,
     rows,
     segments,
     settle,
@@ -150,6 +151,28 @@ def test_registering_in_a_loop_does_not_grow(wire: Wire, pair: tuple[Endpoint, E
     counts = [once() for _ in range(10 if wire.loose_files else 50)]
     settled = [count[: 1 if wire.loose_files else 2] for count in counts[2:]]
     assert len(set(settled)) == 1
+
+
+def test_closed_regions_give_their_memory_back(wire: Wire, pair: tuple[Endpoint, Endpoint]) -> None:
+    if not wire.steady_memory:
+        pytest.skip(f"{wire.name} keeps what was put on purpose")
+    nbytes, times = 4 << 20, 60
+
+    def once() -> int:
+        way = Way(*pair, nbytes=nbytes)
+        array(way.source)[:] = 1
+        way.put(1)
+        collect(pair[1], notices=1)
+        way.source.close()
+        way.target.close()
+        del way
+        return resident_bytes()
+
+    before = max(once() for _ in range(3))
+    for _ in range(times):
+        after = once()
+    # All of it would be 480 MB; a third of one side's is what a heap may keep.
+    assert after - before < times * nbytes // 3
 
 
 # -- peers
