@@ -131,6 +131,9 @@ def test_reports_say_the_same() -> None:
     assert "| requests completed | 1 of 2 |" in text
     assert "| model | m |" in text
     assert "| a\\|b c | 1 |" in text
+    assert "CPU of the client" not in text
+    busy = summarize(records, client_cpu=0.5)
+    assert "| CPU of the client | 50% of a core |" in report.markdown(busy, {})
     assert "goodput under ttft <= 1000 ms" in text
     data = json.loads(report.as_json(summary, {"model": "m"}))
     assert (data["completed"], data["setting"]) == (1, {"model": "m"})

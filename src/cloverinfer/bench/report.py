@@ -59,6 +59,8 @@ def _totals(summary: Summary) -> list[tuple[str, Any]]:
             ("lag of sends, p99 and most", f"{lag['lag_p99'] * 1e3:.2f} ms, "
              f"{lag['lag_max'] * 1e3:.2f} ms")
         )  # fmt: skip
+    if summary.client_cpu is not None:
+        rows.append(("CPU of the client", f"{summary.client_cpu:.0%} of a core"))
     return rows
 
 

@@ -25,8 +25,8 @@ class Outcome:
     """What a run left."""
 
     records: list[Record]
-    client_cpu: float
-    """CPU seconds of this process per second of the run."""
+    client_cpu: float | None
+    """CPU seconds of this process per second of the run; None where it also computes."""
     interrupted: bool
 
 

@@ -66,6 +66,8 @@ class Summary:
     counted_by: dict[str, int]
     """Completed requests by who counted their tokens."""
     schedule: dict[str, Any]
+    client_cpu: float | None
+    """CPU seconds of the client per second of the run; None where it is not known."""
     notes: list[str] = field(default_factory=list)
     """What a reader must know to believe the figures."""
 
@@ -106,6 +108,7 @@ def summarize(
         errors=dict(Counter(one.error or "" for one in broken)),
         counted_by=dict(Counter(one.tokens_from for one in done)),
         schedule=schedule,
+        client_cpu=client_cpu,
         notes=_notes(records, done, schedule, client_cpu),
     )
 

@@ -196,7 +196,7 @@ def run_offline(args: argparse.Namespace) -> int:
         topology = config.cluster.topology
         setting = {"engine": f"in process, {topology}", "model": engine.model_name}
     # The engine computes in this process: its CPU is not the client's.
-    outcome = session.Outcome(outcome.records, 0.0, outcome.interrupted)
+    outcome = session.Outcome(outcome.records, None, outcome.interrupted)
     return _report(args, {**setting, **plan.describe(load)}, outcome, slo)
 
 
