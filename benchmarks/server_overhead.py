@@ -37,10 +37,10 @@ class Server:
     host: str
     port: int
 
-    def cpu(self) -> float:
-        """Seconds of CPU so far, user and system, of all threads."""
+    def cpu(self) -> tuple[float, float]:
+        """Seconds of CPU so far, of all threads: all, and the kernel's part."""
         times = self.process.cpu_times()
-        return times.user + times.system
+        return times.user + times.system, times.system
 
     def rss(self) -> float:
         """MiB of resident memory."""
@@ -107,23 +107,29 @@ class Client:
             tail = (tail + data)[-16:]
 
 
-def measure(server: Server, streams: int, tokens: int, rounds: int) -> tuple[float, float]:
-    """Microseconds of CPU per streamed token, and pieces received per token."""
+def measure(
+    server: Server, streams: int, tokens: int, rounds: int
+) -> tuple[float, dict[str, float]]:
+    """Microseconds of CPU per streamed token; the kernel's part, and pieces received per token."""
     asyncio.run(Client(server, 16, True).run(streams, streams))
     client = Client(server, tokens, True)
     before = server.cpu()
     asyncio.run(client.run(streams, streams * rounds))
     total = streams * rounds * tokens
-    return (server.cpu() - before) / total * 1e6, client.writes / total
+    whole, kernel = (after - first for after, first in zip(server.cpu(), before, strict=True))
+    return whole / total * 1e6, {
+        "of it kernel": kernel / total * 1e6,
+        "pieces per token": client.writes / total,
+    }
 
 
 def per_request(server: Server, connections: int, requests: int) -> float:
     """Microseconds of CPU per whole (not streamed) request of one token."""
     client = Client(server, 1, False)
     asyncio.run(client.run(connections, requests // 4))
-    before = server.cpu()
+    before = server.cpu()[0]
     asyncio.run(client.run(connections, requests))
-    return (server.cpu() - before) / requests * 1e6
+    return (server.cpu()[0] - before) / requests * 1e6
 
 
 def memory(server: Server, connections: int, requests: int) -> list[float]:
@@ -138,10 +144,10 @@ def memory(server: Server, connections: int, requests: int) -> list[float]:
 
 
 def rows_of(name: str, server: Server, args: argparse.Namespace) -> list[Row]:
-    token, pieces = measure(server, args.streams, args.tokens, args.rounds)
+    token, more = measure(server, args.streams, args.tokens, args.rounds)
     params = {"server": name, "streams": args.streams}
     return [
-        Row("CPU per streamed token", token, "us", {**params, "pieces per token": pieces}),
+        Row("CPU per streamed token", token, "us", {**params, **more}),
         Row(
             "CPU per request",
             per_request(server, args.streams, args.small),
