@@ -18,7 +18,8 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Host name or address that peers are told; None: ``bind_host``, or where that is every
     interface this host's own address."""
     port: int = 0
-    """Port that wires between hosts listen at, 0 to 65535; 0 takes a free one."""
+    """Port that wires between hosts listen at, 0 to 65535; where it is taken, the next free one of
+    63 above it, as nodes of one host share a configuration. 0 takes any free one."""
     secret: str | None = None
     """Peers prove to each other that they know it; None: a fresh one for every cluster."""
     tcp_streams: int = 4

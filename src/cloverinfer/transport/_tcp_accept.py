@@ -89,7 +89,8 @@ class Acceptor:
     def stop(self) -> None:
         self._stopping.set()
         os.eventfd_write(self._wake, 1)
-        self._thread.join()
+        self._thread.join(IDLE)
+        assert not self._thread.is_alive(), "nothing in that thread blocks"
         os.close(self._wake)
 
     def _run(self) -> None:
