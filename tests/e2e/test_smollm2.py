@@ -50,7 +50,15 @@ def test_twenty_prompts_in_one_process(cases, topology):
 
 
 FACTORS = {
-    "executor_transport": ["local-inproc", "process-shm", "ray-shm", "ray-ray", "local-shm"],
+    "executor_transport": [
+        "local-inproc",
+        "process-shm",
+        "process-tcp",
+        "ray-shm",
+        "ray-tcp",
+        "ray-ray",
+        "local-shm",
+    ],
     "max_num_seqs": [1, 7, 32],
     "num_attention_nodes": [1, 2, 3],
     "block_size": [16, 32],
