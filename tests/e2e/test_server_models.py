@@ -1,5 +1,6 @@
 """Two models behind one server, each with node processes of its own, one of which dies."""
 
+import json
 import os
 import re
 import signal
@@ -64,7 +65,15 @@ def test_each_serves_until_its_own_node_dies(base):
     assert len({node["pid"] for one in clusters for node in one["nodes"]}) == 4
 
     dense = next(node for node in clusters[0]["nodes"] if node["role"] == "dense")
-    os.kill(dense["pid"], signal.SIGKILL)
+    body = {"model": "one", "prompt": [5], "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body |= {"return_token_ids": True, "n": 8}
+    with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=60) as stream:
+        lines = stream.iter_lines()
+        assert '"token_ids"' in next(lines)
+        os.kill(dense["pid"], signal.SIGKILL)
+        rest = [line for line in lines if line]
+    assert dense["name"] in json.loads(rest[-1].removeprefix("data: "))["error"]["message"]
+    assert not any('"finish_reason":"' in line for line in rest)
     deadline = time.monotonic() + 20
     while httpx.get(f"{base}/ready").status_code == 200:
         assert time.monotonic() < deadline

@@ -369,7 +369,7 @@ async def _events(
 
 def _batch_events(job: Job, batch: Batch) -> tuple[bytes, bool]:
     """The events of some chunks; and whether the last one tells of a failure."""
-    events = []
+    events: list[bytes] = []
     for stream, chunk in batch:
         if chunk.finish_reason in ("error", "abort"):
             body = error_body(_failure(chunk), "server_error", code="generation_failed")

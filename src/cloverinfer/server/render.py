@@ -28,7 +28,8 @@ class Piece:
 
     @property
     def empty(self) -> bool:
-        return not (self.text or self.calls or self.logprobs or self.finish_reason)
+        shown = self.text or self.calls or self.logprobs or self.token_ids or self.finish_reason
+        return not shown
 
 
 @dataclass
