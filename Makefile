@@ -47,6 +47,8 @@ $(VENV)/.deps: $(VENV)/.made pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.native: $(VENV)/.deps $(NATIVE)
+	@command -v "$${CUDACXX:-nvcc}" >/dev/null \
+	  || echo "==> no nvcc found: this build has no CUDA kernels and runs on the CPU only"
 	@if [ -n "$(filter-out $(VENV)/.deps,$?)" ] && [ -e $@ ]; then \
 	  echo "==> building the native part again (its sources changed)"; \
 	  $(PIP) install --quiet --no-build-isolation --no-deps -e .; \

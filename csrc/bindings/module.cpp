@@ -3,6 +3,7 @@
 
 namespace clover {
 void bind_attention_cpu(pybind11::module_& m);
+void bind_attention_cuda(pybind11::module_& m);
 void bind_checksum(pybind11::module_& m);
 void bind_dense_cpu(pybind11::module_& m);
 void bind_shm(pybind11::module_& m);
@@ -11,6 +12,7 @@ void bind_tcp(pybind11::module_& m);
 
 PYBIND11_MODULE(_native, m) {
   clover::bind_attention_cpu(m);
+  clover::bind_attention_cuda(m);
   clover::bind_checksum(m);
   clover::bind_dense_cpu(m);
   clover::bind_shm(m);

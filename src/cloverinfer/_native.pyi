@@ -89,6 +89,124 @@ def crc32c_slices(data: Buffer, offsets: npt.NDArray[np.int64], length: int) -> 
 def has_hardware_crc32c() -> bool:
     """Whether this processor has instructions for it."""
 
+# --- attention on a GPU (csrc/bindings/attention_cuda.cpp) ---
+
+CUDA_BUILT: bool
+"""Whether this build has CUDA kernels; without them the names below but the plan are not there."""
+
+def cuda_device_count() -> int: ...
+def cuda_attention_plan(
+    *,
+    lengths: list[int],
+    counts: list[int],
+    group: int,
+    cols: int,
+    kv_heads: int,
+    window: int,
+    fixed_tiles: int,
+    blocks: int,
+    min_units: int,
+) -> list[tuple[int, int, int, int, int, int, int, int, list[int], int]]:
+    """Pieces of work in order: (range, row, KV head, column tile, first tile, end tile, parts of
+    the item, slot, slots of all its parts, counter).
+    """
+
+class CudaAttentionPool:
+    """A KV pool in device memory of the caller's, which must outlive it.
+
+    Types are codes: 0 float32, 1 bfloat16, 2 float16, 3 float8_e4m3. Strides count elements. Calls
+    return at once; ``stream`` is CUDA's handle. Sizes out of range are a ``ValueError``, what CUDA
+    refuses a ``RuntimeError``.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: int,
+        pool: int,
+        pool_bytes: int,
+        block_size: int,
+        num_blocks: int,
+        fixed_splits: bool,
+    ) -> None: ...
+    def add_layer(
+        self,
+        *,
+        dtype: int,
+        kv_heads: int,
+        group: int,
+        k_dim: int,
+        v_dim: int,
+        scale: float,
+        window: int,
+        softcap: float,
+        k_scale: float,
+        v_scale: float,
+        sinks: list[float],
+        alibi_slopes: list[float],
+    ) -> None:
+        """The next layer of the pool; 0 and empty lists stand for a feature that is not used."""
+
+    def append(
+        self,
+        layer: int,
+        stream: int,
+        dtype: int,
+        k: int,
+        k_stride: int,
+        v: int,
+        v_stride: int,
+        slots: int,
+        tokens: int,
+        /,
+    ) -> None: ...
+    def attend(
+        self,
+        layer: int,
+        stream: int,
+        dtype: int,
+        q: int,
+        q_stride: int,
+        starts: int,
+        tables: int,
+        table_stride: int,
+        lengths: int,
+        rows: int,
+        tokens: int,
+        o: int,
+        lse: int,
+        /,
+    ) -> None: ...
+    def gather(
+        self,
+        layer: int,
+        stream: int,
+        dtype: int,
+        table: int,
+        first: int,
+        length: int,
+        k: int,
+        v: int,
+        /,
+    ) -> None:
+        """Positions first to length - 1 of one row, as [kv_heads, positions, size] of ``dtype``."""
+
+    def copy_blocks(
+        self,
+        stream: int,
+        from_: int,
+        from_index: int,
+        to: int,
+        to_index: int,
+        bytes_each: int,
+        count: int,
+        /,
+    ) -> None:
+        """Indices are int64 on the device; 0 counts up."""
+
+    def take_bad(self) -> int:
+        """1 where a finished call met a block outside the pool, 2 a slot, else 0; forgets it."""
+
 # --- the dense half on the CPU (csrc/bindings/dense_cpu.cpp) ---
 
 DENSE_MAX_TOKENS: int

@@ -14,12 +14,17 @@ import pytest
 import torch
 
 from cloverinfer.attention import AttentionBackend, backend_names, create_backend
+from cloverinfer.attention.cuda import missing
 from cloverinfer.attention.null import AppendCall, AttendCall, NullAttention
 from cloverinfer.attention.pool import DTYPES
 from cloverinfer.core.errors import ConfigError
 from cloverinfer.kvcache.layout import KVSpec, PoolLayout, blocks_for
+from cloverinfer.transport.base import DeviceMemory
 
-COMPUTING = ["torch", "cpu"]
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(bool(missing()), reason=missing()))
+ON_HOST = ["torch", "cpu"]
+COMPUTING = [*ON_HOST, CUDA]
+EVERY = [CUDA if name == "cuda" else name for name in backend_names()]
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 """Of ``o``, absolute, for values of about unit size. ``lse`` must be within that in float32 and
 within a fifth of it in 16 bits, relative to its size where that is above 1."""
@@ -36,6 +41,7 @@ def _one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+    _ON_DEVICE.clear()
 
 
 @dataclass
@@ -81,7 +87,12 @@ class Case:
     def layout(self) -> PoolLayout:
         return PoolLayout((self.spec,), self.block_size, self.num_blocks)
 
+    def move(self, backend: AttentionBackend) -> None:
+        for name in ("q_thd", "k_tnd", "v_tne", "tables", "slots", "starts", "lengths_r"):
+            setattr(self, name, getattr(self, name).to(backend.capabilities.device))
+
     def fill(self, backend: AttentionBackend, layer: int = 0) -> None:
+        self.move(backend)
         backend.append(layer, self.k_tnd, self.v_tne, self.slots)
 
     def attend(self, backend: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,13 +106,15 @@ def dense(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     ends = torch.tensor(case.lengths).cumsum(0).tolist()
     for row, (count, length) in enumerate(zip(case.counts, case.lengths, strict=True)):
         at = slice(ends[row] - length, ends[row])
-        k_hld = case.k_tnd[at].double().transpose(0, 1).repeat_interleave(group, 0)
-        v_hle = case.v_tne[at].double().transpose(0, 1).repeat_interleave(group, 0)
+        k_hld = case.k_tnd[at].cpu().double().transpose(0, 1).repeat_interleave(group, 0)
+        v_hle = case.v_tne[at].cpu().double().transpose(0, 1).repeat_interleave(group, 0)
         for i in range(count):
             position = length - count + i
             seen = torch.arange(length)
             distance = position - seen
-            scores = (k_hld @ case.q_thd[int(case.starts[row]) + i].double()[..., None])[..., 0]
+            scores = (k_hld @ case.q_thd[int(case.starts[row]) + i].cpu().double()[..., None])[
+                ..., 0
+            ]
             scores *= spec.scale
             if spec.softcap is not None:
                 scores = spec.softcap * torch.tanh(scores / spec.softcap)
@@ -129,11 +142,24 @@ def poisoned(layout: PoolLayout) -> memoryview:
     return memoryview(memory.numpy())[skip : skip + layout.total_bytes]
 
 
+_ON_DEVICE: list[torch.Tensor] = []
+"""Pools of device memory, whose owners we are."""
+
+
+def poisoned_on_device(layout: PoolLayout) -> DeviceMemory:
+    memory = torch.full((layout.total_bytes,), NAN_BYTES, dtype=torch.uint8, device="cuda")
+    _ON_DEVICE.append(memory)
+    return DeviceMemory(memory.data_ptr(), memory.numel(), torch.cuda.current_device())
+
+
 def opened(
     name: str, layout: PoolLayout, heads: int, threads: int = 2, buffer: memoryview | None = None
 ) -> AttentionBackend:
     backend = create_backend(name, threads)
-    backend.allocate(layout, heads, poisoned(layout) if buffer is None else buffer)
+    if backend.capabilities.device == "cuda":
+        backend.allocate(layout, heads, poisoned_on_device(layout))
+    else:
+        backend.allocate(layout, heads, poisoned(layout) if buffer is None else buffer)
     return backend
 
 
@@ -144,7 +170,7 @@ def check(name: str, case: Case, threads: int = 2) -> None:
     expected_o, expected_lse = dense(case)
     close_to(o, expected_o, case.spec.dtype)
     assert lse.dtype == torch.float32
-    error = (lse.double() - expected_lse).abs() / expected_lse.abs().clamp(min=1)
+    error = (lse.cpu().double() - expected_lse).abs() / expected_lse.abs().clamp(min=1)
     assert error.max() <= lse_tolerance(case.spec.dtype)
     again_o, again_lse = case.attend(backend)
     assert torch.equal(o, again_o), "the same call gave other bits"
@@ -156,7 +182,7 @@ def check(name: str, case: Case, threads: int = 2) -> None:
 def close_to(o: torch.Tensor, expected: torch.Tensor, dtype: str) -> None:
     assert o.dtype == DTYPES[dtype]
     assert o.shape == expected.shape
-    assert (o.double() - expected).abs().max() <= TOLERANCE[dtype]
+    assert (o.cpu().double() - expected).abs().max() <= TOLERANCE[dtype]
 
 
 def lse_tolerance(dtype: str) -> float:
@@ -248,6 +274,7 @@ def test_strided_tokens(name: str) -> None:
 def test_append_again_replaces(name: str) -> None:
     case = Case(make_spec(2, 16, "bfloat16"), 4, 16, [1, 1], [40, 50])
     backend = opened(name, case.layout, 4)
+    case.move(backend)
     backend.append(0, case.k_tnd * 2, case.v_tne * 3, case.slots)
     case.fill(backend)
     first = case.attend(backend)
@@ -264,9 +291,10 @@ def test_layers_are_apart(name: str) -> None:
     layout = PoolLayout(specs, 16, case.num_blocks)
     backend = opened(name, layout, 4)
     case.fill(backend, layer=1)
-    wide = torch.ones(40, 1, 32, dtype=torch.bfloat16)
+    wide = torch.ones(40, 1, 32, dtype=torch.bfloat16).to(backend.capabilities.device)
     backend.append(0, wide, wide, case.slots)
-    backend.append(2, torch.ones(40, 4, 8), torch.ones(40, 4, 8), case.slots)
+    small = torch.ones(40, 4, 8).to(backend.capabilities.device)
+    backend.append(2, small, small, case.slots)
     o, _ = backend.attend(1, case.q_thd, case.starts, case.tables, case.lengths_r)
     close_to(o, dense(case)[0], "float32")
 
@@ -280,7 +308,7 @@ def test_halves_of_the_context_merge_to_the_whole(name: str) -> None:
     cut = 256
     parts = []
     for table, length in ((case.tables[:, :8], cut), (case.tables[:, 8:], 500 - cut)):
-        lengths = torch.tensor([length], dtype=torch.int32)
+        lengths = torch.tensor([length], dtype=torch.int32).to(lse.device)
         parts.append(backend.attend(0, case.q_thd, case.starts, table.contiguous(), lengths))
     merged_lse = torch.logaddexp(parts[0][1], parts[1][1])
     merged = sum(part_o * (part_lse - merged_lse).exp()[..., None] for part_o, part_lse in parts)
@@ -300,12 +328,13 @@ def test_exported_blocks_import_elsewhere(source: str, target: str) -> None:
     assert data.dtype == torch.uint8
     assert data.shape == (layout.block_bytes * len(case.blocks),)
     moved = case.blocks[1:] + case.blocks[:1]
-    other.import_blocks(moved, data)
+    other.import_blocks(moved, data.to(other.capabilities.device))
     renamed = dict(zip(case.blocks, moved, strict=True)) | {UNNAMED: UNNAMED}
-    tables = case.tables.clone().apply_(renamed.__getitem__)
-    o, _ = other.attend(0, case.q_thd, case.starts, tables, case.lengths_r)
+    case.tables = case.tables.cpu().apply_(renamed.__getitem__)
+    case.move(other)
+    o, _ = case.attend(other)
     close_to(o, dense(case)[0], "float16")
-    assert torch.equal(other.export_blocks(moved), data)
+    assert torch.equal(other.export_blocks(moved).cpu(), data.cpu())
 
 
 @pytest.mark.parametrize("name", COMPUTING)
@@ -315,9 +344,13 @@ def test_blocks_are_canonical_in_the_given_buffer(name: str) -> None:
     buffer = poisoned(layout)
     backend = opened(name, layout, 2, buffer=buffer)
     k, v = torch.randn(1, 2, 8), torch.randn(1, 2, 16)
-    backend.append(1, k, v, torch.tensor([2 * 4 + 3]))
+    slots, device = torch.tensor([2 * 4 + 3]), backend.capabilities.device
+    backend.append(1, k.to(device), v.to(device), slots.to(device))
     block = layout.layer_offsets[1] + 2 * layout.layer_block_bytes(1)
-    floats = torch.frombuffer(buffer, dtype=torch.float32)[block // 4 :][: 2 * 4 * 24]
+    memory = (
+        _ON_DEVICE[-1].cpu() if device == "cuda" else torch.frombuffer(buffer, dtype=torch.uint8)
+    )
+    floats = memory.view(torch.float32)[block // 4 :][: 2 * 4 * 24]
     keys, values = floats[:64].view(2, 4, 8), floats[64:].view(2, 4, 16)
     assert torch.equal(keys[:, 3], k[0])
     assert torch.equal(values[:, 3], v[0])
@@ -358,7 +391,7 @@ def test_cpu_refuses_odd_head_sizes() -> None:
         create_backend("cpu").allocate(PoolLayout((make_spec(v_dim=12),), 16, 2), 4)
 
 
-@pytest.mark.parametrize("name", COMPUTING)
+@pytest.mark.parametrize("name", ON_HOST)
 def test_allocate_refuses_bad_buffers(name: str) -> None:
     layout = PoolLayout((make_spec(),), 16, 2)
     with pytest.raises(ConfigError, match="at least"):
@@ -371,11 +404,11 @@ def test_allocate_refuses_bad_buffers(name: str) -> None:
 
 
 def test_unknown_backend_lists_the_known() -> None:
-    with pytest.raises(ConfigError, match="torch, cpu, null"):
-        create_backend("cuda")
+    with pytest.raises(ConfigError, match="torch, cpu, cuda, null"):
+        create_backend("gpu")
 
 
-@pytest.mark.parametrize("name", backend_names())
+@pytest.mark.parametrize("name", EVERY)
 def test_import_refuses_another_size(name: str) -> None:
     layout = PoolLayout((make_spec(),), 16, 4)
     backend = opened(name, layout, 4)
@@ -383,7 +416,7 @@ def test_import_refuses_another_size(name: str) -> None:
         backend.import_blocks([0, 1], torch.zeros(layout.block_bytes, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("name", COMPUTING)
+@pytest.mark.parametrize("name", ON_HOST)
 def test_what_is_outside_the_pool_is_refused(name: str) -> None:
     case = Case(make_spec(2, 16), 4, 16, [1], [40])
     backend = opened(name, case.layout, 4)
@@ -400,10 +433,34 @@ def test_what_is_outside_the_pool_is_refused(name: str) -> None:
             backend.attend(0, case.q_thd, case.starts, tables, case.lengths_r)
 
 
+@pytest.mark.parametrize("name", [CUDA])
+def test_what_is_outside_the_pool_is_an_error_of_the_next_call(name: str) -> None:
+    case = Case(make_spec(2, 16), 4, 16, [1], [40])
+    backend = opened(name, case.layout, 4)
+    case.fill(backend)
+    o, _ = case.attend(backend)
+    for slot in (-1, case.num_blocks * 16):
+        backend.append(0, case.k_tnd[:1], case.v_tne[:1], case.slots[:1] * 0 + slot)
+        torch.cuda.synchronize()
+        with pytest.raises(ValueError, match="slot outside"):
+            case.attend(backend)
+    for block in (-1, case.num_blocks):
+        with pytest.raises(ValueError, match="block"):
+            backend.export_blocks([block])
+        tables = case.tables.clone()
+        tables[0, 1] = block
+        backend.attend(0, case.q_thd, case.starts, tables, case.lengths_r)
+        torch.cuda.synchronize()
+        with pytest.raises(ValueError, match="block outside"):
+            case.attend(backend)
+    assert torch.equal(case.attend(backend)[0], o)
+
+
 @pytest.mark.parametrize("name", COMPUTING)
 def test_tokens_of_another_type_or_shape_are_refused(name: str) -> None:
     case = Case(make_spec(2, 16), 4, 16, [1], [40])
     backend = opened(name, case.layout, 4)
+    case.fill(backend)
     with pytest.raises(ValueError, match="k must be"):
         backend.append(0, case.k_tnd.half(), case.v_tne, case.slots)
     with pytest.raises(ValueError, match="v must be"):

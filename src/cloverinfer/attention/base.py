@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..kvcache.layout import PoolLayout
+from ..transport.base import DeviceMemory
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Capabilities:
     """False: results are zeros (the null backend)."""
     features: frozenset[str] = frozenset()
     """Of ``window``, ``softcap``, ``sinks``, ``alibi``; a spec asking for another is refused."""
+    checks_late: bool = False
+    """A block or slot outside the pool is not followed, and is an error of the next call only."""
 
 
 class AttentionBackend(ABC):
@@ -44,10 +47,11 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def allocate(
-        self, layout: PoolLayout, num_heads: int, buffer: memoryview | None = None
+        self, layout: PoolLayout, num_heads: int, buffer: memoryview | DeviceMemory | None = None
     ) -> None:
         """Makes the pool of ``layout.total_bytes`` bytes, in ``buffer`` where one is given
-        (writable, page-aligned, at least that long; it must outlive the backend).
+        (writable, page-aligned, at least that long; it must outlive the backend; of the device
+        where the backend's tensors are).
 
         ``num_heads``: query heads, a multiple of every layer's ``kv_heads``. Raises
         ``ConfigError`` naming the field and what is allowed for a spec it cannot serve.

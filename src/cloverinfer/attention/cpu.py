@@ -13,6 +13,7 @@ import torch
 from .. import _native
 from ..core.errors import ConfigError
 from ..kvcache.layout import KVSpec, PoolLayout
+from ..transport.base import DeviceMemory
 from .base import AttentionBackend, Capabilities
 from .pool import ALL_FEATURES, DTYPES, Pool, check_layout, check_tokens
 from .rows import attend_fast, first_visible
@@ -57,7 +58,7 @@ class CpuAttention(AttentionBackend):
         self._heads = 0
 
     def allocate(
-        self, layout: PoolLayout, num_heads: int, buffer: memoryview | None = None
+        self, layout: PoolLayout, num_heads: int, buffer: memoryview | DeviceMemory | None = None
     ) -> None:
         check_layout(self.capabilities, layout, num_heads)
         _check_head_sizes(layout)

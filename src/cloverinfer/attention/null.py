@@ -8,6 +8,7 @@ from typing import Union
 import torch
 
 from ..kvcache.layout import PoolLayout
+from ..transport.base import DeviceMemory
 from .base import AttentionBackend, Capabilities
 from .pool import ALL_FEATURES, DTYPES, check_import, check_layout
 
@@ -58,7 +59,7 @@ class NullAttention(AttentionBackend):
         self._heads = 0
 
     def allocate(
-        self, layout: PoolLayout, num_heads: int, buffer: memoryview | None = None
+        self, layout: PoolLayout, num_heads: int, buffer: memoryview | DeviceMemory | None = None
     ) -> None:
         check_layout(self.capabilities, layout, num_heads)
         self._layout = layout

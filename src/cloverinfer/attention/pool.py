@@ -13,6 +13,7 @@ import torch
 
 from ..core.errors import ConfigError
 from ..kvcache.layout import KVSpec, PoolLayout, blocks_for
+from ..transport.base import DeviceMemory
 from .base import Capabilities
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -23,7 +24,7 @@ ALIGNMENT = 64
 class Pool:
     """Layers of blocks in one flat uint8 tensor. Without ``buffer`` the memory is its own."""
 
-    def __init__(self, layout: PoolLayout, buffer: memoryview | None = None) -> None:
+    def __init__(self, layout: PoolLayout, buffer: memoryview | DeviceMemory | None = None) -> None:
         self.layout = layout
         self.bytes = _own(layout.total_bytes) if buffer is None else _view(buffer, layout)
         self._layers = [self._layer_views(i) for i in range(layout.num_layers)]
@@ -95,7 +96,9 @@ def _own(nbytes: int) -> torch.Tensor:
     return memory[skip : skip + nbytes]
 
 
-def _view(buffer: memoryview, layout: PoolLayout) -> torch.Tensor:
+def _view(buffer: memoryview | DeviceMemory, layout: PoolLayout) -> torch.Tensor:
+    if isinstance(buffer, DeviceMemory):
+        raise ConfigError("buffer must be memory of the host for this backend, not of a device")
     if buffer.readonly:
         raise ConfigError("buffer must be writable, not read-only")
     if buffer.nbytes < layout.total_bytes:
@@ -113,6 +116,11 @@ def _check_range(what: str, values: torch.Tensor, end: int) -> None:
         raise ValueError(
             f"{what}s must be from 0 to {end - 1}, not {int(values.min())} to {int(values.max())}"
         )
+
+
+def check_blocks(layout: PoolLayout, blocks: list[int]) -> None:
+    """``ValueError`` where a block is outside the pool."""
+    _check_range("block", torch.tensor(blocks, dtype=torch.int64), layout.num_blocks)
 
 
 def check_import(layout: PoolLayout, blocks: list[int], data: torch.Tensor) -> None:

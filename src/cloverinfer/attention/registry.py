@@ -10,12 +10,21 @@ from .base import AttentionBackend
 _CLASSES = {
     "torch": "TorchAttention",
     "cpu": "CpuAttention",
+    "cuda": "CudaAttention",
     "null": "NullAttention",
 }
 
 
 def backend_names() -> list[str]:
     return list(_CLASSES)
+
+
+def auto_backend(device: str) -> str:
+    """The backend for nodes whose tensors are on ``device`` (a torch device type)."""
+    if device != "cuda":
+        return "cpu"
+    cuda = importlib.import_module(".cuda", __package__)
+    return "cpu" if cuda.missing() else "cuda"
 
 
 def create_backend(name: str, threads: int = 1) -> AttentionBackend:

@@ -104,6 +104,15 @@ def merge(a: Result, b: Result) -> Result:
     return o.to(o_a.dtype), lse
 
 
+def merge_sinks(spec: KVSpec, o_the: torch.Tensor, lse_th: torch.Tensor) -> Result:
+    """A result without sinks, with the spec's."""
+    if spec.sinks is None:
+        return o_the, lse_th
+    sinks_h = torch.tensor(spec.sinks, device=lse_th.device)
+    lse = torch.logaddexp(lse_th, sinks_h)
+    return (o_the.float() * (lse_th - lse).exp()[..., None]).to(o_the.dtype), lse
+
+
 def _window_mask(window: int, queries: int, length: int, dtype: torch.dtype) -> torch.Tensor:
     """0 where the query sees the position, else minus infinity."""
     query_at = torch.arange(length - queries, length)[:, None]

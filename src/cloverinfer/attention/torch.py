@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..kvcache.layout import PoolLayout
+from ..transport.base import DeviceMemory
 from .base import AttentionBackend, Capabilities
 from .pool import ALL_FEATURES, DTYPES, Pool, check_layout, check_tokens
 from .rows import attend_plain, first_visible
@@ -28,7 +29,7 @@ class TorchAttention(AttentionBackend):
         self._heads = 0
 
     def allocate(
-        self, layout: PoolLayout, num_heads: int, buffer: memoryview | None = None
+        self, layout: PoolLayout, num_heads: int, buffer: memoryview | DeviceMemory | None = None
     ) -> None:
         check_layout(self.capabilities, layout, num_heads)
         self._pool = Pool(layout, buffer)

@@ -13,7 +13,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 TOPOLOGIES = ("colocated", "pd", "pda")
 EXECUTORS = ("local", "process", "ray")
 TRANSPORTS = ("auto", "inproc", "cuda_ipc", "shm", "tcp", "ray", "nixl")
-ATTENTION_BACKENDS = ("auto", "cpu", "torch")
+ATTENTION_BACKENDS = ("auto", "cpu", "cuda", "torch")
 MOST = 10**9
 """No count or size means anything beyond it."""
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
@@ -166,7 +166,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     transport: str = "auto"
     """auto (inproc for local, else shm), inproc, shm, tcp or ray."""
     attention_backend: str = "auto"
-    """auto (cpu), cpu or torch."""
+    """auto (cuda where nodes are on a GPU, else cpu), cpu, cuda or torch."""
     threads: int | None = None
     """Compute threads of each process; None: the cores it may use. Nodes of one process share them
     (local); nodes of different processes take turns by nature: one computes while others wait."""

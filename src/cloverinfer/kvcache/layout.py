@@ -14,7 +14,7 @@ import msgspec
 
 from ..core.errors import ConfigError
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1}
 CANONICAL_LAYOUT = "canonical-v1"
 
 
@@ -25,7 +25,7 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     k_dim: int
     v_dim: int
     dtype: str
-    """Stored type: float32, bfloat16 or float16."""
+    """Stored type: float32, bfloat16, float16 or float8_e4m3."""
     scale: float
     """Multiplies q.k before the softmax."""
     window: int | None = None
@@ -36,6 +36,10 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One extra logit per query head that joins the softmax and carries no value."""
     alibi_slopes: tuple[float, ...] | None = None
     """One slope per query head; adds ``slope * (key position - query position)`` to scores."""
+    k_scale: float = 1.0
+    """Stored keys times this are the real ones (1 but for float8)."""
+    v_scale: float = 1.0
+    """The same of values."""
 
     @property
     def token_bytes(self) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 
-from ..attention import AttentionBackend, create_backend
+from ..attention import AttentionBackend, auto_backend, create_backend
 from ..kvcache.layout import PoolLayout
 from ..models import ResolvedModel, load_half
 from ..models.grammar import grammars_of
@@ -27,7 +27,7 @@ def make_backend(
     name: str, layout: PoolLayout, num_heads: int, threads: int, region: Region | None
 ) -> AttentionBackend:
     """The backend with its pool, in ``region`` where peers write to it."""
-    backend = create_backend("cpu" if name == "auto" else name, threads)
+    backend = create_backend(auto_backend("cpu") if name == "auto" else name, threads)
     backend.allocate(layout, num_heads, region.buffer if region is not None else None)
     return backend
 

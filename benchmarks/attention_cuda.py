@@ -1,0 +1,159 @@
+"""Paged decode attention on a GPU: microseconds, GB/s of KV, over the read bandwidth of the run.
+
+Calls go through the backend, captured in a graph that rotates over KV pools of more than twice the
+L2 in all, with blocks in random order. The floor is the KV's bytes over the read bandwidth, which
+is a sum over 2 GiB. ``fa3`` are FlashAttention-3's times, measured on an H200 before.
+
+    python benchmarks/attention_cuda.py
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from _common import Row, finish, parser
+from cloverinfer.attention.cuda import STORED, CudaAttention, missing
+from cloverinfer.kvcache.layout import KVSpec, PoolLayout, blocks_for
+
+FA3 = {
+    (1, 1024): 16.3,
+    (1, 8192): 21.4,
+    (1, 65536): 78.4,
+    (8, 1024): 19.6,
+    (8, 8192): 76.1,
+    (32, 1024): 47.1,
+    (32, 8192): 256.9,
+    (128, 1024): 148.0,
+    (128, 4096): 501.3,
+    (256, 1024): 282.6,
+    (256, 2048): 515.7,
+}
+"""Microseconds; 32 query heads, 8 KV heads, size 128, bfloat16, block 16."""
+ROTATED = 160 << 20
+"""Bytes of KV that a graph goes through at least."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    context: int
+    dtype: str = "bfloat16"
+    dim: int = 128
+    group: int = 4
+    block: int = 16
+    kv_heads: int = 8
+
+
+OTHERS = [
+    *(Shape(32, 8192, group=group) for group in (1, 8)),
+    *(Shape(batch, context, dim=64) for batch, context in ((32, 8192), (256, 1024))),
+    *(Shape(batch, context, dtype="float8_e4m3") for batch, context in ((32, 8192), (256, 1024))),
+    *(Shape(batch, context, block=32) for batch, context in ((32, 8192), (256, 1024))),
+    Shape(32, 8192, dtype="float16"),
+    Shape(32, 8192, dim=256),
+]
+
+
+def graph_seconds(calls: list[Callable[[], object]], replays: int) -> float:
+    """Seconds of one call, of calls in turn within one graph: the median of replays."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    repeats = max(1, 60 // len(calls))
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for call in calls:
+                call()
+    times = []
+    for _ in range(replays + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / (repeats * len(calls)))
+    return statistics.median(times[1:])
+
+
+def read_bandwidth(replays: int) -> float:
+    """Bytes per second of a sum over 2 GiB, two of them in turn."""
+    pools = [torch.ones(1 << 29, device="cuda") for _ in range(2)]
+    return pools[0].nbytes / graph_seconds([lambda p=p: p.sum() for p in pools], replays)
+
+
+def attention_seconds(shape: Shape, replays: int) -> tuple[float, int]:
+    """Seconds and bytes of KV of one call."""
+    spec = KVSpec(
+        kv_heads=shape.kv_heads,
+        k_dim=shape.dim,
+        v_dim=shape.dim,
+        dtype=shape.dtype,
+        scale=shape.dim**-0.5,
+    )
+    kv_bytes = shape.batch * shape.context * spec.token_bytes
+    pools = max(2, -(-ROTATED // kv_bytes))
+    needed = shape.batch * blocks_for(shape.context, shape.block)
+    layout = PoolLayout((spec,), shape.block, needed * pools)
+    heads = shape.kv_heads * shape.group
+    backend = CudaAttention()
+    backend.allocate(layout, heads)
+    fill(backend, layout)
+    order = torch.randperm(layout.num_blocks, device="cuda").to(torch.int32)
+    tables = order.view(pools, shape.batch, -1)
+    stored = STORED[shape.dtype]
+    dtype = torch.bfloat16 if stored == torch.float8_e4m3fn else stored
+    q = torch.randn(shape.batch, heads, shape.dim, device="cuda").to(dtype)
+    starts = torch.arange(shape.batch + 1, dtype=torch.int32, device="cuda")
+    lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32, device="cuda")
+    calls = [lambda t=t: backend.attend(0, q, starts, t, lengths) for t in tables]
+    seconds = graph_seconds(calls, replays)
+    backend.close()
+    return seconds, kv_bytes
+
+
+def fill(backend: CudaAttention, layout: PoolLayout) -> None:
+    """Random tokens in every slot."""
+    spec, step = layout.specs[0], 1 << 16
+    total = layout.num_blocks * layout.block_size
+    dtype = torch.bfloat16 if spec.dtype == "float8_e4m3" else STORED[spec.dtype]
+    k, v = torch.randn(2, step, spec.kv_heads, spec.k_dim, device="cuda").to(dtype).unbind()
+    for at in range(0, total, step):
+        slots = torch.arange(at, min(total, at + step), device="cuda")
+        backend.append(0, k[: len(slots)], v[: len(slots)], slots)
+
+
+def row_of(shape: Shape, bandwidth: float, replays: int) -> Row:
+    seconds, kv_bytes = attention_seconds(shape, replays)
+    usual = shape == Shape(shape.batch, shape.context)
+    known = FA3.get((shape.batch, shape.context)) if usual else None
+    params = {
+        "shape": f"{shape.batch} x {shape.context:,}",
+        "kv": f"{shape.dtype} d{shape.dim} g{shape.group} b{shape.block}",
+        "GB/s": round(kv_bytes / seconds / 1e9),
+        "of bandwidth": round(kv_bytes / seconds / bandwidth, 3),
+    }
+    floor = kv_bytes / bandwidth * 1e6
+    return Row("attention", seconds * 1e6, "us", params, floor, known and "fa3", known)
+
+
+def main() -> None:
+    args = parser(__doc__ or "").parse_args()
+    if missing():
+        print(f"nothing measured: {missing()}")
+        return
+    replays = 3 if args.quick else 9
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    bandwidth = read_bandwidth(replays)
+    print(f"read bandwidth {bandwidth / 1e9:.0f} GB/s")
+    table = [Shape(batch, context) for batch, context in FA3]
+    shapes = table[::4] if args.quick else [*table, *OTHERS]
+    finish([row_of(shape, bandwidth, replays) for shape in shapes], args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+// Paged attention on a GPU: a pool described layer by layer, and the launchers of its kernels.
+//
+// Everything runs on the caller's stream and reads lengths and block tables on the device, so a
+// call can be captured in a graph. One launch of a pool at a time: they share a workspace, which
+// is allocated before the first call and grows, outside of captures, only where splits are fixed.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "attention_cuda/kernels.h"
+
+namespace clover::cuda {
+
+struct LayerConfig {
+  DType dtype;
+  int kv_heads;
+  int group;
+  int k_dim;
+  int v_dim;
+  float scale;
+  int window;     // 0: none
+  float softcap;  // 0: none
+  float k_scale;  // of stored float8 values
+  float v_scale;
+  std::vector<float> sinks;
+  std::vector<float> alibi_slopes;
+};
+
+struct AttendCall {
+  const void* q;
+  int64_t q_stride;  // elements
+  DType q_dtype;     // of o too
+  const int32_t* starts;
+  const int32_t* tables;
+  int64_t table_stride;
+  const int32_t* lengths;
+  int rows;
+  int tokens;
+  void* o;
+  float* lse;
+};
+
+struct DeviceDeleter {
+  void operator()(void* memory) const;
+};
+struct HostDeleter {
+  void operator()(void* memory) const;
+};
+
+class Attention {
+ public:
+  // `pool` is device memory that must outlive this; std::invalid_argument for a size that cannot
+  // be, std::runtime_error for what CUDA refuses.
+  Attention(int device, void* pool, int64_t pool_bytes, int block_size, int num_blocks,
+            bool fixed_splits);
+
+  // Adds the next layer, which lies after those before it in the pool.
+  void add_layer(const LayerConfig& config);
+
+  int layers() const { return static_cast<int>(layers_.size()); }
+  const LayerConfig& config(int layer) const { return layers_.at(layer).config; }
+
+  // `dtype` is of k and v: the layer's, or bfloat16 or float16 where that is float8.
+  void append(int layer, const AppendParams& call, cudaStream_t stream);
+
+  void attend(int layer, const AttendCall& call, cudaStream_t stream);
+
+  // Keys and values of positions first to length - 1 of one row.
+  void gather(int layer, const GatherParams& call, cudaStream_t stream);
+
+  void copy_blocks(const CopyParams& call, cudaStream_t stream);
+
+  // Which kernel serves a call: the columns of the tensor-core kernel, 0 for the plain one.
+  int columns(int layer, const AttendCall& call) const;
+
+  // kBadBlock or kBadSlot where an index of a finished call was outside the pool, else 0; forgets.
+  int take_bad();
+
+ private:
+  struct Layer {
+    LayerConfig config;
+    PoolView pool;
+    std::unique_ptr<float, DeviceDeleter> sinks;
+    std::unique_ptr<float, DeviceDeleter> slopes;
+  };
+
+  Kernel kernel_for(const Layer& layer, const AttendCall& call) const;
+  void reserve(int64_t slots, int64_t floats, cudaStream_t stream);
+  void reserve_fixed(const Layer& layer, const AttendCall& call, int cols, cudaStream_t stream);
+
+  int device_;
+  unsigned char* pool_;
+  int64_t pool_bytes_;
+  int64_t used_bytes_ = 0;
+  int block_size_;
+  int num_blocks_;
+  bool fixed_splits_;
+  int processors_ = 0;
+  std::vector<Layer> layers_;
+  int64_t slots_ = 0;
+  int64_t floats_ = 0;
+  std::unique_ptr<float, DeviceDeleter> partials_;
+  std::unique_ptr<float, DeviceDeleter> maxima_sums_;
+  std::unique_ptr<int, DeviceDeleter> counters_;
+  std::unique_ptr<int, HostDeleter> bad_;  // host memory that the device writes to
+};
+
+// GPUs that this process can use; 0 where there is no driver.
+int device_count();
+
+}  // namespace clover::cuda

@@ -1,0 +1,53 @@
+// Which instances of the tensor-core kernel there are, and their shapes.
+#pragma once
+
+#include "attention_cuda/attend.cuh"
+#include "attention_cuda/kernels.h"
+
+namespace clover::cuda {
+
+// Warps and tiles in flight: what is left of a multiprocessor's shared memory, for one block.
+// Narrow columns are bound by memory and want many tiles on their way.
+template <typename T, int D, int NT>
+struct Shape {
+  static constexpr int kWarps = NT == 1 && D <= 128 ? 7 : 4;  // twelve warps in all
+  using C = Config<T, D, NT, kWarps, 1>;
+  static constexpr int kRing = kWarps * C::kStageBytes;
+  static constexpr int kFit = (227 * 1024 - static_cast<int>(sizeof(Shared<C>)) + kRing) / kRing;
+  static constexpr int kStages = kFit > 4 ? 4 : kFit;
+};
+
+template <typename T, int D, int NT>
+Kernel instance() {
+  using S = Shape<T, D, NT>;
+  using C = Config<T, D, NT, S::kWarps, S::kStages>;
+  static_assert(sizeof(Shared<C>) <= 227 * 1024);
+  return {reinterpret_cast<const void*>(&attend_kernel<C>), C::kCols, C::kThreads,
+          static_cast<int>(sizeof(Shared<C>))};
+}
+
+// Few instances, since each costs every build: eight columns, or as many as registers hold.
+template <typename T, int D>
+Kernel instance_of(int eights) {
+  return eights <= 1 ? instance<T, D, 1>() : instance<T, D, (D > 128 ? 2 : 4)>();
+}
+
+template <typename T>
+Kernel instance_of(int dim, int eights) {
+  switch (dim) {
+    case 64:
+      return instance_of<T, 64>(eights);
+    case 80:
+      return instance_of<T, 80>(eights);
+    case 96:
+      return instance_of<T, 96>(eights);
+    case 128:
+      return instance_of<T, 128>(eights);
+    case 256:
+      return instance_of<T, 256>(eights);
+    default:
+      return {};
+  }
+}
+
+}  // namespace clover::cuda

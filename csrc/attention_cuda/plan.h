@@ -1,0 +1,140 @@
+// How a call is split over the thread blocks of a launch: plain arithmetic, the same on the device
+// and on the host, where it is tested.
+//
+// An item is what one pass over a context computes: (row, column tile, KV head), where columns are
+// a row's query tokens times the query heads of a KV head. Items stand in one line, each as many
+// units long as its context has tiles of keys, and the line is cut into ranges of equal length:
+// every thread block reads the same number of bytes, however ragged the rows. A piece is the part
+// of an item that lies in one range. Items in several pieces are merged by whoever comes last.
+//
+// With fixed splits a unit is `fixed_tiles` tiles, cut at multiples of that from the context's
+// start, and every unit is a piece of its own: where a row is cut depends on the row alone.
+#pragma once
+
+#ifdef __CUDACC__
+#define CLOVER_HD __host__ __device__ __forceinline__
+#else
+#define CLOVER_HD inline
+#endif
+
+namespace clover::cuda {
+
+constexpr int kTile = 16;  // keys; block sizes of the tensor-core kernel are multiples of it
+
+CLOVER_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
+CLOVER_HD int least(int a, int b) { return a < b ? a : b; }
+CLOVER_HD int most(int a, int b) { return a > b ? a : b; }
+
+// What the splitting of every row of a call shares.
+struct Split {
+  int group;  // query heads per KV head
+  int cols;   // columns that one item computes
+  int kv_heads;
+  int window;       // 0: none
+  int fixed_tiles;  // 0: balanced ranges
+};
+
+struct RowPlan {
+  int first_tile;  // the first that a query token sees
+  int end_tile;
+  int units;  // per item
+  int items;
+};
+
+// Rows without tokens have no units, and their output is not written.
+CLOVER_HD RowPlan plan_row(const Split& split, int length, int count) {
+  RowPlan row;
+  const int first = split.window > 0 ? most(0, length - count - split.window + 1) : 0;
+  row.first_tile = first / kTile;
+  row.end_tile = ceil_div(length, kTile);
+  row.units = row.end_tile - row.first_tile;
+  if (split.fixed_tiles > 0 && row.units > 0)
+    row.units = (row.end_tile - 1) / split.fixed_tiles - row.first_tile / split.fixed_tiles + 1;
+  row.items = ceil_div(count * split.group, split.cols) * split.kv_heads;
+  return row;
+}
+
+// The line of units cut into ranges of equal length but for the last, one to a thread block at
+// most.
+struct Ranges {
+  int total;
+  int size;
+  int count;
+
+  // No range but the last has less than `min_units`: a shorter one costs more to merge than it
+  // saves.
+  CLOVER_HD static Ranges of(int total, int blocks, int min_units) {
+    Ranges ranges;
+    ranges.total = total;
+    ranges.size = most(most(1, min_units), ceil_div(total, blocks));
+    ranges.count = ceil_div(total, ranges.size);
+    return ranges;
+  }
+  CLOVER_HD int begin(int range) const { return least(total, range * size); }
+  CLOVER_HD int end(int range) const { return least(total, begin(range) + size); }
+  CLOVER_HD int at(int unit) const { return unit / size; }
+};
+
+struct Piece {
+  int row;
+  int head;      // KV head
+  int col_tile;  // from the row's first column
+  int begin;     // tiles
+  int end;
+  int length;  // of the row
+  int count;
+  int start;  // the row's first query token
+  int parts;  // pieces of the item; 1: nothing to merge
+  // Partial results: the item's first piece is in `first_slot`, piece i in slot_base + i * stride.
+  int slot;
+  int first_slot;
+  int slot_base;
+  int slot_stride;
+  int counter;
+};
+
+// Where one stands in the line of units.
+struct Cursor {
+  int row;
+  int before;  // units of the rows before
+  int unit;
+  int end;  // of the range
+  int range;
+};
+
+// The piece at the cursor, which must not be at its end and must stand in its row; moves on.
+CLOVER_HD Piece take_piece(const Split& split, const Ranges& ranges, const RowPlan& row,
+                           Cursor& cursor) {
+  Piece piece;
+  const int item = (cursor.unit - cursor.before) / row.units;
+  const int item_begin = cursor.before + item * row.units;
+  const int unit = cursor.unit - item_begin;
+  piece.row = cursor.row;
+  piece.head = item % split.kv_heads;
+  piece.col_tile = item / split.kv_heads;
+  int taken = 1;
+  if (split.fixed_tiles > 0) {
+    const int from = (row.first_tile / split.fixed_tiles + unit) * split.fixed_tiles;
+    piece.begin = most(row.first_tile, from);
+    piece.end = least(row.end_tile, from + split.fixed_tiles);
+    piece.parts = row.units;
+    piece.first_slot = piece.slot_base = piece.counter = item_begin;
+    piece.slot_stride = 1;
+    piece.slot = item_begin + unit;
+  } else {
+    taken = least(row.units - unit, cursor.end - cursor.unit);
+    piece.begin = row.first_tile + unit;
+    piece.end = piece.begin + taken;
+    const int first = ranges.at(item_begin);
+    piece.parts = ranges.at(item_begin + row.units - 1) - first + 1;
+    piece.first_slot = 2 * first + 1;
+    piece.slot_base = 2 * first;
+    piece.slot_stride = 2;
+    piece.slot = unit == 0 ? piece.first_slot : 2 * cursor.range;
+    piece.counter = first;
+  }
+  cursor.unit += taken;
+  return piece;
+}
+
+}  // namespace clover::cuda

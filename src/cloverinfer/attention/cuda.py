@@ -1,0 +1,351 @@
+"""The CUDA backend: our kernels for decode, chunks and cached prefixes, PyTorch's SDPA for prompts.
+
+torch only owns the tensors here; kernels get addresses, on torch's current stream. A call reads
+lengths, block tables and slots on the device, so one that holds no fresh prompt can be captured in
+a CUDA graph, whose shapes then stay. Rows of length 0 are left out: their output is not written.
+
+Indices are checked where they are used. One outside the pool is not followed (a slot is not
+written, a block counts as hidden), and the next call raises ``ValueError`` for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import _native
+from ..core.errors import ConfigError
+from ..kvcache.layout import KVSpec, PoolLayout
+from ..transport.base import DeviceMemory
+from .base import AttentionBackend, Capabilities
+from .pool import ALL_FEATURES, DTYPES, check_blocks, check_import, check_layout, check_tokens
+from .rows import merge_sinks
+
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
+"""``clover::cuda::DType``."""
+STORED = {**DTYPES, "float8_e4m3": torch.float8_e4m3fn}
+_WIDE = (torch.bfloat16, torch.float16)
+"""What layers of float8 take and give."""
+ALIGNMENT = 256
+"""Bytes of the pool's address."""
+PROMPT_LEAST = 256
+"""Fresh prompts of fewer tokens are left to our kernel."""
+_BAD = {1: "a block table named a block", 2: "an append named a slot"}
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What a call needs to know of its layer, looked up once."""
+
+    spec: KVSpec
+    stored: torch.dtype
+    taken: tuple[torch.dtype, ...]
+    """Types of q."""
+
+
+class CudaAttention(AttentionBackend):
+    """On torch's current device at ``allocate``. ``threads`` is not used. ``batch_invariant``: a
+    row's result does not depend on which rows it shares a call with (fixed splits, one kernel).
+    """
+
+    capabilities = Capabilities(
+        name="cuda",
+        device="cuda",
+        dtypes=tuple(STORED),
+        direct_puts=True,
+        features=ALL_FEATURES,
+        checks_late=True,
+    )
+
+    def __init__(self, threads: int = 1, batch_invariant: bool = False) -> None:
+        self._batch_invariant = batch_invariant
+        self._native: _native.CudaAttentionPool | None = None
+        self._layers: list[_Layer] = []
+        self._heads = 0
+
+    def allocate(
+        self, layout: PoolLayout, num_heads: int, buffer: memoryview | DeviceMemory | None = None
+    ) -> None:
+        check_layout(self.capabilities, layout, num_heads)
+        reason = missing()
+        if reason:
+            raise ConfigError(f"attention_backend must be another than cuda here: {reason}")
+        self._device, address = self._take_memory(layout, buffer)
+        native = _native.CudaAttentionPool(
+            device=self._device.index,
+            pool=address,
+            pool_bytes=layout.total_bytes,
+            block_size=layout.block_size,
+            num_blocks=layout.num_blocks,
+            fixed_splits=self._batch_invariant,
+        )
+        for spec in layout.specs:
+            _add_layer(native, spec, num_heads)
+        self._layers = [_layer(spec) for spec in layout.specs]
+        self._layout, self._native, self._heads, self._base = layout, native, num_heads, address
+
+    def memory(self) -> DeviceMemory:
+        """The pool, to be registered with an endpoint."""
+        self._open()
+        return DeviceMemory(self._base, self._layout.total_bytes, self._device.index)
+
+    def append(
+        self, layer: int, k_tnd: torch.Tensor, v_tne: torch.Tensor, slots_t: torch.Tensor
+    ) -> None:
+        native, of = self._open(), self._layers[layer]
+        tokens, spec = slots_t.shape[0], of.spec
+        self._check_index("slots", slots_t, torch.int64)
+        dtype = k_tnd.dtype if k_tnd.dtype in of.taken else of.stored
+        check_tokens("k", k_tnd, (tokens, spec.kv_heads, spec.k_dim), dtype)
+        check_tokens("v", v_tne, (tokens, spec.kv_heads, spec.v_dim), dtype)
+        self._check_devices(k=k_tnd, v=v_tne)
+        native.append(
+            layer,
+            self._stream(),
+            _CODES[dtype],
+            k_tnd.data_ptr(),
+            k_tnd.stride(0),
+            v_tne.data_ptr(),
+            v_tne.stride(0),
+            slots_t.data_ptr(),
+            tokens,
+        )
+
+    def attend(
+        self,
+        layer: int,
+        q_thd: torch.Tensor,
+        query_starts: torch.Tensor,
+        block_tables_rb: torch.Tensor,
+        lengths_r: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._open()
+        of, tokens, rows = self._layers[layer], q_thd.shape[0], lengths_r.shape[0]
+        dtype = q_thd.dtype if q_thd.dtype in of.taken else of.taken[0]
+        check_tokens("q", q_thd, (tokens, self._heads, of.spec.k_dim), dtype)
+        self._check_rows(query_starts, block_tables_rb, lengths_r)
+        self._check_devices(q=q_thd)
+        o_the = torch.empty((tokens, self._heads, of.spec.v_dim), dtype=dtype, device=self._device)
+        lse_th = torch.empty((tokens, self._heads), device=self._device)
+        prompts = self._fresh_prompts(of, tokens, query_starts, lengths_r)
+        if prompts:
+            lengths_r = lengths_r.clone()
+            lengths_r[torch.tensor([row for row, _, _ in prompts], device=self._device)] = 0
+        if len(prompts) < rows:
+            self._attend_paged(
+                layer, q_thd, query_starts, block_tables_rb, lengths_r, (o_the, lse_th)
+            )
+        for row, start, end in prompts:
+            o_the[start:end], lse_th[start:end] = self._attend_prompt(
+                layer, q_thd[start:end], block_tables_rb[row]
+            )
+        return o_the, lse_th
+
+    def _attend_paged(
+        self,
+        layer: int,
+        q_thd: torch.Tensor,
+        query_starts: torch.Tensor,
+        block_tables_rb: torch.Tensor,
+        lengths_r: torch.Tensor,
+        out: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        self._open().attend(
+            layer,
+            self._stream(),
+            _CODES[q_thd.dtype],
+            q_thd.data_ptr(),
+            q_thd.stride(0),
+            query_starts.data_ptr(),
+            block_tables_rb.data_ptr(),
+            block_tables_rb.shape[1],
+            lengths_r.data_ptr(),
+            lengths_r.shape[0],
+            q_thd.shape[0],
+            out[0].data_ptr(),
+            out[1].data_ptr(),
+        )
+
+    def _fresh_prompts(
+        self, of: _Layer, tokens: int, query_starts: torch.Tensor, lengths_r: torch.Tensor
+    ) -> list[tuple[int, int, int]]:
+        """(row, start, end) of rows that are whole prompts which SDPA serves. Waits for the device
+        where the call may hold one.
+        """
+        rows = lengths_r.shape[0]
+        if tokens - rows + 1 < PROMPT_LEAST or self._batch_invariant or not _sdpa_serves(of):
+            return []
+        if torch.cuda.is_current_stream_capturing():
+            return []
+        starts, lengths = query_starts.tolist(), lengths_r.tolist()
+        return [
+            (row, starts[row], starts[row + 1])
+            for row in range(rows)
+            if lengths[row] == starts[row + 1] - starts[row] >= PROMPT_LEAST
+        ]
+
+    def _attend_prompt(
+        self, layer: int, q_thd: torch.Tensor, table_b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        spec, length = self._layers[layer].spec, q_thd.shape[0]
+        shape = (1, spec.kv_heads, length)
+        k_1nld = torch.empty((*shape, spec.k_dim), dtype=q_thd.dtype, device=self._device)
+        v_1nle = torch.empty((*shape, spec.v_dim), dtype=q_thd.dtype, device=self._device)
+        self._open().gather(
+            layer,
+            self._stream(),
+            _CODES[q_thd.dtype],
+            table_b.data_ptr(),
+            0,
+            length,
+            k_1nld.data_ptr(),
+            v_1nle.data_ptr(),
+        )
+        o_1hte, lse_1ht = _sdpa(q_thd.transpose(0, 1)[None], k_1nld, v_1nle, spec.scale)
+        return merge_sinks(spec, o_1hte[0].transpose(0, 1), lse_1ht[0].transpose(0, 1))
+
+    def export_blocks(self, blocks: list[int]) -> torch.Tensor:
+        native, layout = self._open(), self._layout
+        check_blocks(layout, blocks)
+        data = torch.empty(layout.block_bytes * len(blocks), dtype=torch.uint8, device=self._device)
+        index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
+        at = data.data_ptr()
+        for layer in range(layout.num_layers):
+            size = layout.layer_block_bytes(layer)
+            pool = self._base + layout.layer_offsets[layer]
+            native.copy_blocks(self._stream(), pool, index.data_ptr(), at, 0, size, len(blocks))
+            at += size * len(blocks)
+        return data
+
+    def import_blocks(self, blocks: list[int], data: torch.Tensor) -> None:
+        native, layout = self._open(), self._layout
+        check_import(layout, blocks, data)
+        check_blocks(layout, blocks)
+        data = data.to(self._device).contiguous()
+        index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
+        at = data.data_ptr()
+        for layer in range(layout.num_layers):
+            size = layout.layer_block_bytes(layer)
+            pool = self._base + layout.layer_offsets[layer]
+            native.copy_blocks(self._stream(), at, 0, pool, index.data_ptr(), size, len(blocks))
+            at += size * len(blocks)
+
+    def close(self) -> None:
+        if self._native is not None:
+            torch.cuda.synchronize(self._device)  # nothing may still use the workspace
+        self._native = None
+        self._own = None
+
+    def _take_memory(
+        self, layout: PoolLayout, buffer: memoryview | DeviceMemory | None
+    ) -> tuple[torch.device, int]:
+        """The device and the pool's address."""
+        self._own: torch.Tensor | None = None
+        if buffer is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._own = torch.empty(layout.total_bytes, dtype=torch.uint8, device=device)
+            return device, self._own.data_ptr()
+        if not isinstance(buffer, DeviceMemory):
+            raise ConfigError("buffer must be device memory for the cuda backend, not the host's")
+        if buffer.nbytes < layout.total_bytes:
+            raise ConfigError(
+                f"buffer must hold at least {layout.total_bytes} bytes, not {buffer.nbytes}"
+            )
+        if buffer.pointer % ALIGNMENT:
+            raise ConfigError(f"buffer must be aligned to {ALIGNMENT} bytes")
+        return torch.device("cuda", buffer.device), buffer.pointer
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self._device).cuda_stream
+
+    def _open(self) -> _native.CudaAttentionPool:
+        assert self._native is not None, "allocate comes first, and nothing after close"
+        bad = self._native.take_bad()
+        if bad:
+            most = self._layout.num_blocks * (1 if bad == 1 else self._layout.block_size)
+            raise ValueError(f"{_BAD[bad]} outside the pool, whose are from 0 to {most - 1}")
+        return self._native
+
+    def _check_rows(
+        self, starts: torch.Tensor, tables_rb: torch.Tensor, lengths_r: torch.Tensor
+    ) -> None:
+        self._check_index("query_starts", starts, torch.int32)
+        self._check_index("lengths", lengths_r, torch.int32)
+        rows = lengths_r.shape[0]
+        if starts.shape[0] != rows + 1:
+            raise ValueError(f"query_starts must have {rows + 1} entries, not {starts.shape[0]}")
+        if tables_rb.dtype != torch.int32 or not tables_rb.is_contiguous():
+            raise ValueError(f"block_tables must be contiguous int32, not {tables_rb.dtype}")
+        if tables_rb.ndim != 2 or tables_rb.shape[0] != rows:
+            raise ValueError(f"block_tables must be [{rows}, blocks], not {list(tables_rb.shape)}")
+        self._check_devices(block_tables=tables_rb)
+
+    def _check_index(self, name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
+        if x.dtype != dtype or x.ndim != 1 or not x.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous {dtype} [n], not {x.dtype} {list(x.shape)}"
+            )
+        self._check_devices(**{name: x})
+
+    def _check_devices(self, **tensors: torch.Tensor) -> None:
+        for name, x in tensors.items():
+            if x.device != self._device:
+                raise ValueError(f"{name} must be on {self._device}, not on {x.device}")
+
+
+def missing() -> str:
+    """Why this host cannot use the backend, with what to do about it; empty where it can."""
+    if not _native.CUDA_BUILT:
+        return "this build has no CUDA kernels: install nvcc 12 or newer and build again"
+    if not torch.cuda.is_available():
+        return "torch finds no GPU: install its CUDA build and a driver, or use the cpu backend"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return f"the GPU's compute capability is {major}.{minor}, and 8.0 is the least"
+    return ""
+
+
+def _layer(spec: KVSpec) -> _Layer:
+    stored = STORED[spec.dtype]
+    return _Layer(spec, stored, _WIDE if stored == torch.float8_e4m3fn else (stored,))
+
+
+def _add_layer(native: _native.CudaAttentionPool, spec: KVSpec, num_heads: int) -> None:
+    native.add_layer(
+        dtype=_CODES[STORED[spec.dtype]],
+        kv_heads=spec.kv_heads,
+        group=num_heads // spec.kv_heads,
+        k_dim=spec.k_dim,
+        v_dim=spec.v_dim,
+        scale=spec.scale,
+        window=spec.window or 0,
+        softcap=spec.softcap or 0.0,
+        k_scale=spec.k_scale,
+        v_scale=spec.v_scale,
+        sinks=list(spec.sinks or ()),
+        alibi_slopes=list(spec.alibi_slopes or ()),
+    )
+
+
+def _sdpa_serves(of: _Layer) -> bool:
+    spec = of.spec
+    plain = spec.window is None and spec.softcap is None and spec.alibi_slopes is None
+    return plain and of.stored != torch.float32 and spec.k_dim == spec.v_dim
+
+
+def _sdpa(
+    q_1htd: torch.Tensor, k_1nld: torch.Tensor, v_1nle: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal ``o`` and ``lse [1, h, t]``: the kernels behind ``F.scaled_dot_product_attention``
+    that also give lse.
+    """
+    if torch.cuda.get_device_capability(q_1htd.device) >= (9, 0) and q_1htd.shape[3] <= 128:
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q_1htd, k_1nld, v_1nle, None, True, 0.0, True, scale=scale
+        )
+        return cudnn[0], cudnn[1].reshape(q_1htd.shape[:3])
+    flash = torch.ops.aten._scaled_dot_product_flash_attention(
+        q_1htd, k_1nld, v_1nle, 0.0, True, scale=scale
+    )
+    return flash[0], flash[1]

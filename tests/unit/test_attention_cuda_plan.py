@@ -1,0 +1,164 @@
+"""How a call to the CUDA kernels is split: the arithmetic that they do on the device, done here."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloverinfer import _native
+from cloverinfer.attention import auto_backend, create_backend
+from cloverinfer.attention.cuda import missing
+from cloverinfer.core.errors import ConfigError
+from cloverinfer.kvcache.layout import KVSpec, PoolLayout
+
+TILE = 16
+
+
+@dataclass(frozen=True)
+class Piece:
+    range: int
+    row: int
+    head: int
+    col_tile: int
+    begin: int
+    end: int
+    parts: int
+    slot: int
+    slots: list[int]
+    counter: int
+
+
+def plan(
+    lengths: list[int], counts: list[int] | None = None, blocks: int = 132, **fields: int
+) -> list[Piece]:
+    settings = {"group": 4, "cols": 8, "kv_heads": 2, "window": 0, "fixed_tiles": 0, "min_units": 8}
+    pieces = _native.cuda_attention_plan(
+        lengths=lengths, counts=counts or [1] * len(lengths), blocks=blocks, **(settings | fields)
+    )
+    return [Piece(*piece) for piece in pieces]
+
+
+def items(pieces: list[Piece]) -> dict[tuple[int, int, int], list[Piece]]:
+    found: dict[tuple[int, int, int], list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        found[piece.row, piece.head, piece.col_tile].append(piece)
+    return found
+
+
+def check(pieces: list[Piece], lengths: list[int], counts: list[int], cols: int, window: int):
+    """Every tile of every item once, in order; slots and counters of no two items the same."""
+    found, slots, counters = items(pieces), set(), set()
+    expected = {
+        (row, head, tile)
+        for row, count in enumerate(counts)
+        for head in range(2)
+        for tile in range(-(-count * 4 // cols))
+        if lengths[row]
+    }
+    assert set(found) == expected
+    for (row, _, _), parts in found.items():
+        first = max(0, lengths[row] - counts[row] - window + 1) // TILE if window else 0
+        assert parts[0].begin == first
+        assert parts[-1].end == -(-lengths[row] // TILE)
+        for one, after in itertools.pairwise(parts):
+            assert one.end == after.begin
+        assert [part.slot for part in parts if part.parts > 1] == (
+            parts[0].slots if len(parts) > 1 else []
+        )
+        assert {part.parts for part in parts} == {len(parts)}
+        if len(parts) > 1:
+            assert not slots & set(parts[0].slots)
+            slots |= set(parts[0].slots)
+            assert len({part.counter for part in parts}) == 1
+            assert parts[0].counter not in counters
+            counters.add(parts[0].counter)
+    return slots, counters
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 20)), min_size=1, max_size=12),
+    cols=st.sampled_from([8, 16, 32]),
+    window=st.sampled_from([0, 1, 37, 1000]),
+    blocks=st.sampled_from([1, 7, 132]),
+    min_units=st.sampled_from([1, 8]),
+    fixed_tiles=st.sampled_from([0, 8, 64]),
+)
+def test_pieces_cover_the_work_once(
+    rows: list[tuple[int, int]],
+    cols: int,
+    window: int,
+    blocks: int,
+    min_units: int,
+    fixed_tiles: int,
+) -> None:
+    lengths = [length for length, _ in rows]
+    counts = [min(count, length) for length, count in rows]
+    pieces = plan(
+        lengths,
+        counts,
+        blocks,
+        cols=cols,
+        window=window,
+        min_units=min_units,
+        fixed_tiles=fixed_tiles,
+    )
+    slots, counters = check(pieces, lengths, counts, cols, window)
+    if not fixed_tiles:
+        assert all(slot < 2 * blocks for slot in slots | counters), "past the workspace"
+    assert {piece.range for piece in pieces} <= set(range(blocks))
+
+
+def test_ranges_are_of_equal_length() -> None:
+    pieces = plan([1, 100_000, 77, 5000, 1000], kv_heads=8)
+    tiles: dict[int, int] = defaultdict(int)
+    for piece in pieces:
+        tiles[piece.range] += piece.end - piece.begin
+    assert max(tiles.values()) - min(list(tiles.values())[:-1]) == 0
+
+
+def test_a_small_call_uses_few_blocks() -> None:
+    assert {piece.range for piece in plan([1024], kv_heads=8)} == set(range(64))
+
+
+def test_rows_without_tokens_have_no_work() -> None:
+    assert {piece.row for piece in plan([0, 40, 0])} == {1}
+    assert plan([0, 0]) == []
+
+
+def test_fixed_splits_depend_on_the_row_alone() -> None:
+    def cuts(lengths: list[int], row: int) -> list[tuple[int, int, int]]:
+        pieces = plan(lengths, fixed_tiles=8, min_units=1)
+        return [(p.head, p.begin, p.end) for p in pieces if p.row == row]
+
+    assert cuts([3000], 0) == cuts([17, 3000, 900], 1)
+    assert all(begin % 8 == 0 for _, begin, _ in cuts([3000], 0))
+
+
+def test_lengths_and_counts_must_match() -> None:
+    with pytest.raises(ValueError, match="one size"):
+        plan([1, 2], [1])
+
+
+def test_nodes_on_the_cpu_take_the_cpu_backend() -> None:
+    assert auto_backend("cpu") == "cpu"
+    assert auto_backend("cuda") == ("cpu" if missing() else "cuda")
+
+
+@pytest.mark.skipif(not missing(), reason="a GPU is here")
+def test_without_a_gpu_the_backend_says_why() -> None:
+    spec = KVSpec(kv_heads=1, k_dim=64, v_dim=64, dtype="bfloat16", scale=1.0)
+    with pytest.raises(ConfigError, match="attention_backend must be another than cuda here: "):
+        create_backend("cuda").allocate(PoolLayout((spec,), 16, 2), 4)
+
+
+@pytest.mark.skipif(not _native.CUDA_BUILT, reason="this build has no CUDA kernels")
+def test_a_build_with_kernels_counts_gpus_without_a_driver_too() -> None:
+    assert _native.cuda_device_count() == (
+        torch.cuda.device_count() if torch.cuda.is_available() else 0
+    )
