@@ -53,9 +53,6 @@ class Run:
         feeder = asyncio.ensure_future(self._feed(samples, offsets, gate, tasks))
         try:
             await asyncio.wait({feeder, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            feeder.cancel()
-            everything = asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.wait({everything, stopped}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopped.cancel()
             await self._cut_off([feeder, *tasks])
@@ -70,6 +67,8 @@ class Run:
         for index, (sample, due) in enumerate(zip(samples, offsets, strict=True)):
             await self._wait_until(due)
             tasks.append(asyncio.ensure_future(self._one(index, sample, due, gate)))
+        if tasks:
+            await asyncio.wait(tasks)  # each has its own timeout
 
     async def _wait_until(self, due: float) -> None:
         left = due - self.now()

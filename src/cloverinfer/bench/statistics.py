@@ -120,7 +120,7 @@ INTERRUPTED = "interrupted"
 def distribution(values: Sequence[float], percentiles: Sequence[float]) -> Distribution:
     """Percentiles are linear between the nearest two values."""
     array = np.asarray(values, dtype=np.float64)
-    at = np.percentile(array, list(percentiles)) if percentiles else []
+    at = np.percentile(array, list(percentiles))
     return Distribution(
         len(array),
         float(array.mean()),

@@ -112,7 +112,7 @@ class Lengths:
 def random(count: int, lengths: Lengths, writer: Writer, seed: int) -> list[Sample]:
     """Lengths are uniform within their range, prompts differ after the common prefix."""
     rng = np.random.default_rng(seed)
-    samples = []
+    samples: list[Sample] = []
     for _ in range(count):
         prompt, output = (_around(rng, one, lengths) for one in (lengths.prompt, lengths.output))
         # A generator of the same seed again: the prefix is the same in all.
@@ -153,7 +153,7 @@ def mooncake(
 ) -> list[Sample]:
     """A Mooncake trace (JSON lines): its lengths, times (``scale``: seconds per second), and
     prefixes: equal hash ids are equal blocks of 512 tokens."""
-    samples = []
+    samples: list[Sample] = []
     for number, line in enumerate(_lines(path), 1):
         if len(samples) == count:
             break
