@@ -276,14 +276,22 @@ class TransferReceiver:
         expect = transfer.expect
         del self._live[expect.transfer]
         self._remember(expect)
-        nbytes = sum(
-            tokens * self._layout.specs[layer].token_bytes
-            for part in transfer.parts.values()
-            for layer, tokens in enumerate(part.tokens)
-        )
+        sizes = {
+            source: sum(
+                tokens * self._layout.specs[layer].token_bytes
+                for layer, tokens in enumerate(part.tokens)
+            )
+            for source, part in transfer.parts.items()
+        }
         self._report(
             TransferDone(
-                self._name, expect.transfer, expect.request, expect.incarnation, nbytes, error
+                self._name,
+                expect.transfer,
+                expect.request,
+                expect.incarnation,
+                sum(sizes.values()),
+                error,
+                {source: size // len(sizes) for source, size in sizes.items()},
             )
         )
 

@@ -360,7 +360,8 @@ class Engine:
                 self._on_token(event, now)
         elif isinstance(message, TransferDone):
             self._reports.transfer(message)
-            self.counters.link(message.source, message.node, message.nbytes)
+            for source, nbytes in message.by_source.items():
+                self.counters.link(source, message.node, nbytes)
             scheduler.on_transfer_done(message, now)
         elif isinstance(message, GrammarCompiled):
             self._release(self._desk.answered(message), now)

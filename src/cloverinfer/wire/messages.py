@@ -240,8 +240,8 @@ class TransferDone(msgspec.Struct, array_like=True, tag="transferred"):
     nbytes: int
     error: str = ""
     """Why the transfer cannot be completed; empty when it is whole."""
-    source: str = ""
-    """Name of the prefill node."""
+    by_source: dict[str, int] = {}
+    """Bytes that each prefill node sent; several share a token's heads evenly."""
 
 
 class StepStats(msgspec.Struct, array_like=True):
