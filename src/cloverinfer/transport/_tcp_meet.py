@@ -17,7 +17,6 @@ import hmac
 import secrets
 import socket
 import struct
-import time
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -48,7 +47,7 @@ class Verdict(IntEnum):
     REFUSED = 4
 
 
-_REASONS = {
+_REASONS: dict[int, str] = {
     Verdict.VERSION: "it speaks another version of the wire: install the same CloverInfer on both",
     Verdict.INCARNATION: "the endpoint at this address has been restarted since",
     Verdict.SECRET: "it has another network.secret",
@@ -191,8 +190,7 @@ def _introduce(sock: socket.socket, hello: bytes, secret: Secret, deadline: floa
 
 def _check(said: int) -> None:
     if said != Verdict.WELCOME:
-        raise TransportError(_REASONS.get(Verdict(said) if said in list(Verdict) else
-                                          Verdict.REFUSED, ""))  # fmt: skip
+        raise TransportError(_REASONS.get(said, _REASONS[Verdict.REFUSED]))
 
 
 def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
@@ -220,8 +218,3 @@ def prepare_socket(sock: socket.socket) -> None:
 def _close_all(sockets: list[socket.socket]) -> None:
     for sock in sockets:
         sock.close()
-
-
-def now() -> float:
-    """Seconds on the clock of deadlines."""
-    return time.monotonic()
