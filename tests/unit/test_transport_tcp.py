@@ -300,4 +300,5 @@ def test_closed_endpoint_has_no_threads_or_files_left() -> None:
     assert counts() > before
     a.close()
     b.close()
-    assert counts() == before
+    # A thread that was joined may stand in /proc a moment longer, then and before.
+    until(lambda: all(now <= was for now, was in zip(counts(), before, strict=True)))
