@@ -120,8 +120,8 @@ struct Tiles {
     const int to = least((piece.col_tile * C::kCols + C::kCols - 1) / group, piece.count - 1);
     const int window = params.split.window;
     const int low = window > 0 ? most(0, before + from - window + 1) : 0;
-    const int begin = most(piece.begin, low / kTile);
-    end = least(piece.end, (before + to) / kTile + 1);
+    const int begin = most(piece.begin, low / C::kTile);
+    end = least(piece.end, (before + to) / C::kTile + 1);
     next = begin + ((warp - begin) % C::W + C::W) % C::W;
   }
 };
@@ -139,8 +139,8 @@ class Loader {
   __device__ __forceinline__ void expect(const Piece& piece, int warp) {
     Tiles<C> tiles;
     tiles.set(params_, piece, warp);
-    expected_ =
-        fetch_blocks(params_.tables + piece.row * params_.table_stride, tiles.next, tiles.end);
+    expected_ = fetch_blocks(params_.tables + piece.row * params_.table_stride, tiles.next,
+                             tiles.end, piece.length);
   }
 
   // The piece that `expect` was told of last.
@@ -158,22 +158,13 @@ class Loader {
   __device__ __forceinline__ bool issue() {
     if (tiles_.next >= tiles_.end) return false;
     if (known_ == 32) take_blocks(later_);
-    const int block = __shfl_sync(0xffffffff, blocks_, known_++);
-    const PoolView& pool = params_.pool;
-    const int tile = tiles_.next, per_block = pool.block_size / kTile;
-    tiles_.next += C::W;
-    const int64_t matrix = int64_t{head_ * per_block + tile % per_block} * kTile * C::kRowBytes;
-    const unsigned char* keys = pool.base + (block < 0 ? 0 : block) * pool.block_bytes + matrix;
-    const unsigned char* values = keys + pool.values_at;
-    const uint32_t to = ring_ + stage_ * C::kStageBytes;
-    const int low = low_ - tile * kTile, high = block < 0 ? -1 : high_ - tile * kTile;
-    if (low <= 0 && high >= kTile) {
-      load_matrix<C, true>(to, keys, lane_, low, high);
-      load_matrix<C, true>(to + C::kMatrixBytes, values, lane_, low, high);
-    } else {
-      load_matrix<C, false>(to, keys, lane_, low, high);
-      load_matrix<C, false>(to + C::kMatrixBytes, values, lane_, low, high);
+#pragma unroll
+    for (int slab = 0; slab < C::kSlabs; ++slab) {
+      const int block = __shfl_sync(0xffffffff, blocks_, known_++);
+      issue_slab(tiles_.next * C::kSlabs + slab, block,
+                 ring_ + stage_ * C::kStageBytes + slab * C::kSlabBytes);
     }
+    tiles_.next += C::W;
     commit_copies();
     stage_ = stage_ + 1 == C::S ? 0 : stage_ + 1;
     ++ahead;
@@ -194,21 +185,45 @@ class Loader {
   }
 
  private:
-  // Every lane's block of the 32 tiles from `tile` on; -1 where the table names none.
-  __device__ __forceinline__ int fetch_blocks(const int32_t* table, int tile, int end) const {
-    tile += lane_ * C::W;
-    return tile < end ? __ldg(table + tile * kTile / params_.pool.block_size) : -1;
+  __device__ __forceinline__ void issue_slab(int slab, int block, uint32_t to) const {
+    const PoolView& pool = params_.pool;
+    const int per_block = pool.block_size / kSlab;
+    const int64_t matrix = int64_t{head_ * per_block + slab % per_block} * kSlab * C::kRowBytes;
+    const unsigned char* keys = pool.base + (block < 0 ? 0 : block) * pool.block_bytes + matrix;
+    const unsigned char* values = keys + pool.values_at;
+    const int low = low_ - slab * kSlab, high = block < 0 ? -1 : high_ - slab * kSlab;
+    if (low <= 0 && high >= kSlab) {
+      load_matrix<C, true>(to, keys, lane_, low, high);
+      load_matrix<C, true>(to + C::kMatrixBytes, values, lane_, low, high);
+    } else {
+      load_matrix<C, false>(to, keys, lane_, low, high);
+      load_matrix<C, false>(to + C::kMatrixBytes, values, lane_, low, high);
+    }
+  }
+
+  // A lane's slab of the 32 slabs from tile `tile` on.
+  __device__ __forceinline__ int slab_of(int tile) const {
+    return (tile + lane_ / C::kSlabs * C::W) * C::kSlabs + lane_ % C::kSlabs;
+  }
+
+  // Every lane's block of those slabs; -1 where the row ends before.
+  __device__ __forceinline__ int fetch_blocks(const int32_t* table, int tile, int end,
+                                              int length) const {
+    const int first = slab_of(tile) * kSlab;
+    const bool there = first < end * C::kTile && first < length;
+    return there ? __ldg(table + first / params_.pool.block_size) : -1;
   }
 
   __device__ __forceinline__ void take_blocks(int blocks) {
-    if (blocks >= params_.pool.num_blocks ||
-        (blocks < 0 && tiles_.next + lane_ * C::W < tiles_.end)) {
+    const int first = slab_of(tiles_.next) * kSlab;
+    const bool there = first < tiles_.end * C::kTile && first < high_;
+    if (there && (blocks < 0 || blocks >= params_.pool.num_blocks)) {
       *params_.work.bad = kBadBlock;
       blocks = -1;
     }
     blocks_ = blocks;
     known_ = 0;
-    later_ = fetch_blocks(table_, tiles_.next + 32 * C::W, tiles_.end);
+    later_ = fetch_blocks(table_, tiles_.next + 32 / C::kSlabs * C::W, tiles_.end, high_);
   }
 
   const AttendParams& params_;
@@ -509,13 +524,18 @@ __device__ __forceinline__ void compute_pieces(const AttendParams& params, Share
     Tiles<C> tiles;
     for (tiles.set(params, piece, warp); tiles.next < tiles.end; tiles.next += C::W) {
       loader.wait();
-      const uint32_t keys = shared_address(&shared.ring[warp][stage][0]);
-      float scores[C::NT][4];
-      uint32_t weights[C::NT][2];
-      score_tile<C>(scores, queries, keys, lane);
-      finish_scores<C>(scores, columns, params, tiles.next, lane);
+      const uint32_t slabs = shared_address(&shared.ring[warp][stage][0]);
+      float scores[C::kSlabs][C::NT][4];
+      uint32_t weights[C::kSlabs][C::NT][2];
+#pragma unroll
+      for (int k = 0; k < C::kSlabs; ++k) {
+        score_slab<C>(scores[k], queries, slabs + k * C::kSlabBytes, lane);
+        finish_scores<C>(scores[k], columns, params, tiles.next * C::kTile + k * kSlab, lane);
+      }
       weigh_tile<C>(scores, running, weights);
-      add_values<C>(running, weights, keys + C::kMatrixBytes, lane);
+#pragma unroll
+      for (int k = 0; k < C::kSlabs; ++k)
+        add_values<C>(running, weights[k], slabs + k * C::kSlabBytes + C::kMatrixBytes, lane);
       __syncwarp();  // all lanes have read the stage
       stage = stage + 1 == C::S ? 0 : stage + 1;
       --loader.ahead;

@@ -163,7 +163,7 @@ void Attention::reserve(int64_t slots, int64_t floats, cudaStream_t stream) {
 void Attention::reserve_fixed(const Layer& layer, const AttendCall& call, int cols,
                               cudaStream_t stream) {
   const int64_t longest = call.table_stride * block_size_;
-  const int64_t units = (longest + kTile * kFixedTiles - 1) / (kTile * kFixedTiles);
+  const int64_t units = (longest + kFixedTokens - 1) / kFixedTokens;
   if (units <= 1) return;
   const int64_t tiles = int64_t{call.tokens} * layer.config.group / cols + call.rows;
   const int64_t slots = units * tiles * layer.config.kv_heads;
@@ -172,7 +172,7 @@ void Attention::reserve_fixed(const Layer& layer, const AttendCall& call, int co
 
 Kernel Attention::kernel_for(const Layer& layer, const AttendCall& call) const {
   const LayerConfig& config = layer.config;
-  const bool fits = config.k_dim == config.v_dim && block_size_ % kTile == 0 &&
+  const bool fits = config.k_dim == config.v_dim && block_size_ % kSlab == 0 &&
                     aligned(call.q, 8) && call.q_stride % 4 == 0 && aligned(call.o, 8);
   if (!fits) return {};
   // With fixed splits the instance may depend on the layer alone.
@@ -205,8 +205,12 @@ void Attention::attend(int layer, const AttendCall& call, cudaStream_t stream) {
   params.score = {of.config.scale * of.config.k_scale, of.config.softcap, of.config.v_scale,
                   of.sinks.get(), of.slopes.get()};
   params.work = {partials_.get(), maxima_sums_.get(), counters_.get(), bad_.get()};
-  params.split = {of.config.group, std::max(1, kernel.cols), of.config.kv_heads, of.config.window,
-                  fixed_splits_ ? kFixedTiles : 0};
+  params.split = {of.config.group,
+                  std::max(1, kernel.cols),
+                  of.config.kv_heads,
+                  of.config.window,
+                  fixed_splits_ ? kFixedTokens / kernel.tile : 0,
+                  kernel.tile};
   params.q = call.q;
   params.q_stride = call.q_stride;
   params.q_dtype = call.q_dtype;
@@ -218,7 +222,7 @@ void Attention::attend(int layer, const AttendCall& call, cudaStream_t stream) {
   params.tokens = call.tokens;
   params.o = call.o;
   params.lse = call.lse;
-  params.min_units = fixed_splits_ ? 1 : kMinUnits;
+  params.min_units = fixed_splits_ ? 1 : kMinTokens / kernel.tile;
   if (kernel.function == nullptr) {
     check(attend_plain(params, stream), "attending");
     return;
@@ -234,8 +238,7 @@ void Attention::gather(int layer, const GatherParams& call, cudaStream_t stream)
   const Layer& of = layers_.at(layer);
   GatherParams params = call;
   params.pool = of.pool;
-  params.k_scale = of.config.k_scale;
-  params.v_scale = of.config.v_scale;
+  params.k_scale = params.v_scale = 1.f;
   params.bad = bad_.get();
   check(cuda::gather(params, stream), "gathering");
 }

@@ -67,7 +67,8 @@ class Attention {
 
   void attend(int layer, const AttendCall& call, cudaStream_t stream);
 
-  // Keys and values of positions first to length - 1 of one row.
+  // Keys and values of positions first to length - 1 of one row, as they are stored: without the
+  // scales of float8, whose values every other type holds.
   void gather(int layer, const GatherParams& call, cudaStream_t stream);
 
   void copy_blocks(const CopyParams& call, cudaStream_t stream);

@@ -22,7 +22,7 @@ Kernel instance() {
   using S = Shape<T, D, NT>;
   using C = Config<T, D, NT, S::kWarps, S::kStages>;
   static_assert(sizeof(Shared<C>) <= 227 * 1024);
-  return {reinterpret_cast<const void*>(&attend_kernel<C>), C::kCols, C::kThreads,
+  return {reinterpret_cast<const void*>(&attend_kernel<C>), C::kCols, C::kTile, C::kThreads,
           static_cast<int>(sizeof(Shared<C>))};
 }
 

@@ -11,6 +11,7 @@ namespace clover::cuda {
 struct Kernel {
   const void* function = nullptr;
   int cols = 0;
+  int tile = 1;  // keys
   int threads = 0;
   int shared_bytes = 0;
 };

@@ -19,7 +19,7 @@
 
 namespace clover::cuda {
 
-constexpr int kTile = 16;  // keys; block sizes of the tensor-core kernel are multiples of it
+constexpr int kSlab = 16;  // keys; block sizes of the tensor-core kernel are multiples of it
 
 CLOVER_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
 CLOVER_HD int least(int a, int b) { return a < b ? a : b; }
@@ -32,6 +32,7 @@ struct Split {
   int kv_heads;
   int window;       // 0: none
   int fixed_tiles;  // 0: balanced ranges
+  int tile;         // keys of a tile
 };
 
 struct RowPlan {
@@ -45,8 +46,8 @@ struct RowPlan {
 CLOVER_HD RowPlan plan_row(const Split& split, int length, int count) {
   RowPlan row;
   const int first = split.window > 0 ? most(0, length - count - split.window + 1) : 0;
-  row.first_tile = first / kTile;
-  row.end_tile = ceil_div(length, kTile);
+  row.first_tile = first / split.tile;
+  row.end_tile = ceil_div(length, split.tile);
   row.units = row.end_tile - row.first_tile;
   if (split.fixed_tiles > 0 && row.units > 0)
     row.units = (row.end_tile - 1) / split.fixed_tiles - row.first_tile / split.fixed_tiles + 1;

@@ -1,4 +1,5 @@
-// One warp and one tile of 16 keys: from the pool to shared memory, scores, softmax, values.
+// One warp and one tile of keys, of a slab of 16 or two: from the pool to shared memory, scores,
+// softmax, values.
 //
 // Everything is computed transposed, S^T = K Q^T and O^T = V^T P^T, so that the few columns (query
 // tokens x query heads of the group) fill the narrow side of the tensor cores' 16 x 8 products.
@@ -25,8 +26,12 @@ struct Config {
   static constexpr int kRowChunks = kRowBytes / 16;
   // Rows are as long as in the pool: padding them would put the 32-byte sectors that copies write
   // across lines of shared memory, which costs 4 % of the bandwidth.
-  static constexpr int kMatrixBytes = kTile * kRowBytes;
-  static constexpr int kStageBytes = 2 * kMatrixBytes;
+  static constexpr int kMatrixBytes = kSlab * kRowBytes;
+  // Where rows are short two slabs make a tile: more bytes for the latency of a softmax.
+  static constexpr int kSlabs = kRowBytes <= 128 && NT == 1 ? 2 : 1;
+  static constexpr int kTile = kSlabs * kSlab;
+  static constexpr int kSlabBytes = 2 * kMatrixBytes;  // keys, then values
+  static constexpr int kStageBytes = kSlabs * kSlabBytes;
   static constexpr int kOutStride = D + 4;  // floats; rows of columns on different banks
 
   // Byte of a row's 16-byte chunk in a matrix: chunks of 8 rows fall on different banks where the
@@ -47,7 +52,7 @@ struct Config {
 template <class C, bool Whole>
 __device__ __forceinline__ void load_matrix(uint32_t to, const unsigned char* from, int lane,
                                             int low, int high) {
-  constexpr int kChunks = kTile * C::kRowChunks;
+  constexpr int kChunks = kSlab * C::kRowChunks;
 #pragma unroll
   for (int i = 0; i < (kChunks + 31) / 32; ++i) {
     const int chunk = lane + 32 * i;
@@ -105,9 +110,9 @@ __device__ __forceinline__ void load_queries(Queries<C>& queries, const AttendPa
   }
 }
 
-// S^T of a tile: 16 keys by the columns.
+// S^T of a slab: 16 keys by the columns.
 template <class C>
-__device__ __forceinline__ void score_tile(float (&scores)[C::NT][4], const Queries<C>& queries,
+__device__ __forceinline__ void score_slab(float (&scores)[C::NT][4], const Queries<C>& queries,
                                            uint32_t keys, int lane) {
 #pragma unroll
   for (int n = 0; n < C::NT; ++n) scores[n][0] = scores[n][1] = scores[n][2] = scores[n][3] = 0.f;
@@ -195,10 +200,10 @@ struct Columns {
 // Scores in powers of two, hidden ones minus infinity.
 template <class C>
 __device__ __forceinline__ void finish_scores(float (&scores)[C::NT][4], const Columns<C>& columns,
-                                              const AttendParams& params, int tile, int lane) {
-  const int key = tile * kTile + lane / 4, window = params.split.window;
-  const bool all_seen = tile * kTile + kTile - 1 <= columns.lowest &&
-                        (window == 0 || tile * kTile > columns.highest - window);
+                                              const AttendParams& params, int first, int lane) {
+  const int key = first + lane / 4, window = params.split.window;
+  const bool all_seen =
+      first + kSlab - 1 <= columns.lowest && (window == 0 || first > columns.highest - window);
   const bool plain = params.score.softcap == 0.f && params.score.slopes == nullptr;
   const float scale = params.score.scale * 1.442695041f;
   if (plain && all_seen) {
@@ -224,17 +229,21 @@ __device__ __forceinline__ void finish_scores(float (&scores)[C::NT][4], const C
     }
 }
 
-// Folds finished scores into the running softmax; they become weights, packed as P^T.
+// Folds a tile's finished scores into the running softmax; they become weights, packed as P^T.
 template <class C>
-__device__ __forceinline__ void weigh_tile(float (&scores)[C::NT][4], Running<C>& running,
-                                           uint32_t (&weights)[C::NT][2]) {
+__device__ __forceinline__ void weigh_tile(float (&scores)[C::kSlabs][C::NT][4],
+                                           Running<C>& running,
+                                           uint32_t (&weights)[C::kSlabs][C::NT][2]) {
   float factor[C::NT][2];
   bool rescale = false;
 #pragma unroll
   for (int n = 0; n < C::NT; ++n)
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      float top = fmaxf(scores[n][j], scores[n][j + 2]);
+      float top = -INFINITY;
+#pragma unroll
+      for (int k = 0; k < C::kSlabs; ++k)
+        top = fmaxf(top, fmaxf(scores[k][n][j], scores[k][n][j + 2]));
 #pragma unroll
       for (int mask = 4; mask < 32; mask *= 2)
         top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, mask));
@@ -243,9 +252,13 @@ __device__ __forceinline__ void weigh_tile(float (&scores)[C::NT][4], Running<C>
       factor[n][j] = exp2_fast(running.top[n][j] - base);
       rescale |= top > running.top[n][j];
       running.top[n][j] = top;
-      scores[n][j] = exp2_fast(scores[n][j] - base);
-      scores[n][j + 2] = exp2_fast(scores[n][j + 2] - base);
-      running.sum[n][j] = running.sum[n][j] * factor[n][j] + scores[n][j] + scores[n][j + 2];
+      running.sum[n][j] *= factor[n][j];
+#pragma unroll
+      for (int k = 0; k < C::kSlabs; ++k) {
+        scores[k][n][j] = exp2_fast(scores[k][n][j] - base);
+        scores[k][n][j + 2] = exp2_fast(scores[k][n][j + 2] - base);
+        running.sum[n][j] += scores[k][n][j] + scores[k][n][j + 2];
+      }
     }
   if (__any_sync(0xffffffff, rescale)) {
 #pragma unroll
@@ -256,10 +269,13 @@ __device__ __forceinline__ void weigh_tile(float (&scores)[C::NT][4], Running<C>
         for (int i = 0; i < 4; ++i) running.out[s][n][i] *= factor[n][i & 1];
   }
 #pragma unroll
-  for (int n = 0; n < C::NT; ++n) {
-    weights[n][0] = transpose_matrix(pack<typename C::T>(scores[n][0], scores[n][1]));
-    weights[n][1] = transpose_matrix(pack<typename C::T>(scores[n][2], scores[n][3]));
-  }
+  for (int k = 0; k < C::kSlabs; ++k)
+#pragma unroll
+    for (int n = 0; n < C::NT; ++n) {
+      const float (&of)[4] = scores[k][n];
+      weights[k][n][0] = transpose_matrix(pack<typename C::T>(of[0], of[1]));
+      weights[k][n][1] = transpose_matrix(pack<typename C::T>(of[2], of[3]));
+    }
 }
 
 // O^T += V^T P^T.

@@ -3,8 +3,8 @@
 
 namespace clover::cuda {
 
-constexpr int kMinUnits = 8;       // tiles of a range at least
-constexpr int kFixedTiles = 256;   // 4,096 tokens
+constexpr int kMinTokens = 128;  // of a range at least
+constexpr int kFixedTokens = 4096;
 constexpr int kSlotsPerBlock = 2;  // of a range, where it begins and where it ends
 
 }  // namespace clover::cuda

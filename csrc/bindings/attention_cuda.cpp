@@ -35,10 +35,10 @@ PlannedPiece described(const cuda::Piece& piece, int range) {
 // What the blocks of a launch would do, in order.
 std::vector<PlannedPiece> plan(const std::vector<int>& lengths, const std::vector<int>& counts,
                                int group, int cols, int kv_heads, int window, int fixed_tiles,
-                               int blocks, int min_units) {
+                               int tile, int blocks, int min_units) {
   if (lengths.size() != counts.size())
     throw std::invalid_argument("lengths and counts must be of one size");
-  const cuda::Split split = {group, cols, kv_heads, window, fixed_tiles};
+  const cuda::Split split = {group, cols, kv_heads, window, fixed_tiles, tile};
   std::vector<cuda::RowPlan> rows;
   int total = 0;
   for (size_t i = 0; i < lengths.size(); ++i) {
@@ -219,7 +219,7 @@ void bind_pool(py::module_& m) {
 void bind_attention_cuda(py::module_& m) {
   m.def("cuda_attention_plan", &plan, py::kw_only(), py::arg("lengths"), py::arg("counts"),
         py::arg("group"), py::arg("cols"), py::arg("kv_heads"), py::arg("window"),
-        py::arg("fixed_tiles"), py::arg("blocks"), py::arg("min_units"));
+        py::arg("fixed_tiles"), py::arg("tile"), py::arg("blocks"), py::arg("min_units"));
 #ifdef CLOVER_HAVE_CUDA
   m.attr("CUDA_BUILT") = true;
   bind_pool(m);

@@ -104,6 +104,7 @@ def cuda_attention_plan(
     kv_heads: int,
     window: int,
     fixed_tiles: int,
+    tile: int,
     blocks: int,
     min_units: int,
 ) -> list[tuple[int, int, int, int, int, int, int, int, list[int], int]]:
@@ -189,7 +190,8 @@ class CudaAttentionPool:
         v: int,
         /,
     ) -> None:
-        """Positions first to length - 1 of one row, as [kv_heads, positions, size] of ``dtype``."""
+        """Positions first to length - 1 of one row, as [kv_heads, positions, size] of ``dtype``;
+        float8 without its scales."""
 
     def copy_blocks(
         self,

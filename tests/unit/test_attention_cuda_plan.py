@@ -37,7 +37,15 @@ class Piece:
 def plan(
     lengths: list[int], counts: list[int] | None = None, blocks: int = 132, **fields: int
 ) -> list[Piece]:
-    settings = {"group": 4, "cols": 8, "kv_heads": 2, "window": 0, "fixed_tiles": 0, "min_units": 8}
+    settings = {
+        "group": 4,
+        "cols": 8,
+        "kv_heads": 2,
+        "window": 0,
+        "fixed_tiles": 0,
+        "min_units": 8,
+        "tile": TILE,
+    }
     pieces = _native.cuda_attention_plan(
         lengths=lengths, counts=counts or [1] * len(lengths), blocks=blocks, **(settings | fields)
     )

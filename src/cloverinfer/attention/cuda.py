@@ -202,7 +202,10 @@ class CudaAttention(AttentionBackend):
             k_1nld.data_ptr(),
             v_1nle.data_ptr(),
         )
-        o_1hte, lse_1ht = _sdpa(q_thd.transpose(0, 1)[None], k_1nld, v_1nle, spec.scale)
+        scale = spec.scale * spec.k_scale  # gathered as stored, which is exact
+        o_1hte, lse_1ht = _sdpa(q_thd.transpose(0, 1)[None], k_1nld, v_1nle, scale)
+        if spec.v_scale != 1.0:
+            o_1hte = o_1hte * spec.v_scale
         return merge_sinks(spec, o_1hte[0].transpose(0, 1), lse_1ht[0].transpose(0, 1))
 
     def export_blocks(self, blocks: list[int]) -> torch.Tensor:
