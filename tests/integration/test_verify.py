@@ -81,6 +81,9 @@ def test_host_with_every_transport_in_lines(running: Running) -> None:
     assert process.returncode == 0, out + err
     for transport in ("shm", "tcp"):
         assert len(re.findall(rf"^ok    {transport}: ", out, re.M)) == 4
+    assert re.search(
+        r"^ok    auto: takes shm between .*; not inproc: .*; not cuda_ipc: ", out, re.M
+    )
     assert out.endswith("verdict: ok\n")
     assert err == ""
 
@@ -90,6 +93,8 @@ def test_pair(running: Running) -> None:
     status, verdict, found = findings(running.start("--peer", where, "--json"))
     assert (status, verdict) == (0, "ok")
     assert figures(found, "tcp")["bytes_per_s"] > 0
+    (auto,) = [one["text"] for one in found if one["subject"] == "auto"]
+    assert auto.startswith("takes shm between the two; not inproc: ")  # both are on this host
     assert {one["host"] for one in found if one["subject"] == "shared memory"} > {"127.0.0.1"}
     out, _ = listener.communicate(timeout=PATIENCE)
     assert listener.returncode == 0

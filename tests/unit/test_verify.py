@@ -6,13 +6,15 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from cloverinfer.cli import main
 from cloverinfer.config.network import NetworkConfig
 from cloverinfer.core.errors import ConfigError, TransportError
-from cloverinfer.transport import create_endpoint
+from cloverinfer.transport import create_endpoint, transport_names
+from cloverinfer.transport.choice import choose, offer
 from cloverinfer.verify import host, measure, run
 from cloverinfer.verify.cuda import DriverError, cuda_findings
 from cloverinfer.verify.far import Far
@@ -229,6 +231,20 @@ def test_far_side_says_what_it_cannot(near: Near) -> None:
         near.ask(Ask("dance"))
     with pytest.raises(TransportError, match="no transport is open"):
         near.ask(Ask("check"))
+
+
+def test_what_auto_takes_is_said_with_what_it_passes_over(near: Near) -> None:
+    theirs = near.ask(Ask("offer")).offer
+    assert theirs is not None
+    far_away = msgspec.structs.replace(theirs, host="another")
+    found = run.automatic(choose(offer("here"), far_away), "the two")
+    assert found.verdict == "ok"
+    assert found.text.startswith("takes ")
+    assert "not shm: here and " in found.text
+    nothing = msgspec.structs.replace(far_away, missing=dict.fromkeys(transport_names(), "broken"))
+    found = run.automatic(choose(offer("here"), nothing), "the two")
+    assert found.verdict == "fail"
+    assert "not tcp: " in found.text
 
 
 # -- the command

@@ -6,6 +6,7 @@ network settings come on standard input, where no other user sees the secret.
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ import numpy as np
 from ..config.network import NetworkConfig
 from ..core.errors import CloverError, TransportError, describe
 from ..transport import create_endpoint, join
+from ..transport.choice import offer
 from .host import findings
 from .messages import ACK, LATENCY_BYTES, Answer, Ask, pattern
 from .sides import Control, Data
@@ -42,6 +44,7 @@ class Far:
     def _answer(self, ask: Ask) -> Answer:
         verbs: dict[str, Callable[[Ask], Answer]] = {
             "findings": self._findings,
+            "offer": self._offer,
             "open": self._open,
             "meet": self._meet,
             "check": self._check,
@@ -60,6 +63,9 @@ class Far:
 
     def _findings(self, ask: Ask) -> Answer:
         return Answer(findings=findings(self._network))
+
+    def _offer(self, ask: Ask) -> Answer:
+        return Answer(offer=offer(f"{socket.gethostname()} there"))
 
     def _open(self, ask: Ask) -> Answer:
         self._close()

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..transport import RegionRef
+from ..transport.choice import Offer
 from .report import Finding
 
 LATENCY_BYTES = 4096
@@ -18,7 +19,7 @@ class Ask(msgspec.Struct, frozen=True):
     """The near side asks; every ask has one answer."""
 
     verb: str
-    """open, meet, check, fill, echo, count, close, findings or end."""
+    """open, meet, check, fill, echo, count, close, findings, offer or end."""
     transport: str = ""
     address: str = ""
     region: RegionRef | None = None
@@ -41,6 +42,7 @@ class Answer(msgspec.Struct, frozen=True):
     wrong: int = 0
     """Bytes that are not what they should be."""
     findings: list[Finding] = []
+    offer: Offer | None = None
 
 
 def pattern(nbytes: int, seed: int) -> npt.NDArray[np.uint8]:

@@ -21,6 +21,7 @@ from ..transport import (
     missing,
     transport_names,
 )
+from ..transport.choice import Choice, choose, offer
 from ..transport.tcp import whoever_listens
 from .far import Far
 from .host import findings
@@ -48,6 +49,9 @@ def check_host(
     chosen = _usable(asked, absent, lambda able: able.cross_process, "within one process only")
     for finding in findings(network) + absent:
         emit(finding)
+    if not asked:
+        ends = offer("this process"), offer("another", process="another")
+        emit(automatic(choose(*ends), "two processes of this host"))
     if not chosen:
         return
     # The talk is this host's own, wherever else the network's settings lead.
@@ -85,6 +89,10 @@ def check_pair(
             near = Near(Control(endpoint, _meet(endpoint, host, port)))
             for finding in near.ask(Ask("findings")).findings:
                 keep(msgspec.structs.replace(finding, host=host))
+            if not asked:
+                theirs = near.ask(Ask("offer")).offer
+                assert theirs is not None
+                keep(automatic(choose(offer(f"{socket.gethostname()} here"), theirs), "the two"))
             for transport in chosen:
                 check_transport(near, transport, network, keep, progress)
             near.ask(Ask("end", good=good(found)))
@@ -117,6 +125,14 @@ def listen(network: NetworkConfig, wait: float, emit: Emit, ready: Progress) -> 
             endpoint.close()
     except TransportError as error:
         emit(Finding(FAIL, "peer", describe(error)))
+
+
+def automatic(choice: Choice, between: str) -> Finding:
+    """What ``--transport auto`` takes, for host memory, and why not what comes before it."""
+    passed = "".join(f"; not {one.transport}: {one.reason}" for one in choice.passed_over)
+    if not choice.transport:
+        return Finding(FAIL, "auto", f"no transport connects {between}{passed}")
+    return Finding(OK, "auto", f"takes {choice.transport} between {between}{passed}")
 
 
 def split(where: str) -> tuple[str, int]:
