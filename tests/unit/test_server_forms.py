@@ -228,7 +228,20 @@ def test_an_echo_with_log_probabilities_has_the_prompts(
         assert scores["top_logprobs"][0] is None
         assert scores["top_logprobs"][1]["w1 "] == -0.25
         assert scores["text_offset"] == [0, 3, 6, 9, 12]
-    refused(complete(client, echo=True, logprobs=1, stream=True), 400, "echo", "streamed")
+
+
+@pytest.mark.parametrize(("limit", "n"), [(0, 1), (2, 2)])
+def test_a_streamed_echo_has_the_same_log_probabilities(
+    client: TestClient, limit: int, n: int
+) -> None:
+    asked = {"prompt": ["a b c", "d"], "echo": True, "logprobs": 2, "max_tokens": limit, "n": n}
+    parts = [part["choices"][0] for part in events(complete(client, **asked, stream=True))[:-1]]
+    for whole in complete(client, **asked).json()["choices"]:
+        own = [part for part in parts if part["index"] == whole["index"]]
+        assert "".join(part["text"] for part in own) == whole["text"]
+        assert own[-1]["finish_reason"] == whole["finish_reason"] == "length"
+        for name, values in whole["logprobs"].items():
+            assert joined(part["logprobs"][name] for part in own) == values
 
 
 def test_log_probabilities_of_a_prompt(client: TestClient, engine: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,10 +52,13 @@ class Job:
         """Which choice a chunk of the stream of a prompt belongs to."""
         return stream * self.per_prompt + chunk.index
 
-    def share_prompts(self) -> None:
-        """The engine tells of a prompt once; all answers to it tell the same."""
-        for i, choice in enumerate(self.choices):
-            choice.prompt_logprobs = self.choices[i - i % self.per_prompt].prompt_logprobs
+    def tell_prompt(self, stream: int, chunk: Chunk) -> range:
+        """The engine tells of a prompt once; all answers to it, whose indices are returned, tell
+        the same."""
+        indices = range(stream * self.per_prompt, (stream + 1) * self.per_prompt)
+        for index in indices:
+            self.choices[index].prompt_logprobs = chunk.prompt_logprobs
+        return indices
 
     def note(self, finish: str | None = None) -> None:
         """Tells the log how far it came."""
@@ -79,7 +82,8 @@ class Generation:
         body.check()
         limit = body.token_limit()
         scored = bool(body.echo) and body.logprobs is not None
-        _check_echo(body, limit, scored)
+        if limit == 0 and not body.echo and body.prompt_logprobs is None:
+            raise RequestError("max_tokens must be at least 1, or 0 with echo", "max_tokens")
         sampling = body.sampling(limit)
         if scored and body.prompt_logprobs is None:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.logprobs)
@@ -91,7 +95,9 @@ class Generation:
             tokens = await self._tokens(model, prompt, body)
             _check_length(model, len(tokens), "prompt", room=min(limit, 1))
             echo = _echo(model, prompt, tokens, body) if body.echo else ""
-            choices += [_choice(body, tokens, echo) for _ in range(body.choices)]
+            for _ in range(body.choices):
+                choices.append(_choice(body, tokens, echo))
+                choices[-1].scored = scored
         form = CompletionForm(body.model, Speller(model.engine.tokenizer))
         job = Job(model, form, choices, body.choices, sampling, body, record_of(request.scope))
         if limit == 0 and sampling.prompt_logprobs is None:
@@ -166,13 +172,6 @@ class Generation:
             await chunks.aclose()  # the other choices' streams end with it
             raise
         return EventStream(_events(job, first, chunks))
-
-
-def _check_echo(body: CompletionRequest, limit: int, scored: bool) -> None:
-    if limit == 0 and not body.echo and body.prompt_logprobs is None:
-        raise RequestError("max_tokens must be at least 1, or 0 with echo", "max_tokens")
-    if scored and body.stream:
-        raise RequestError("echo with logprobs cannot be streamed", "echo")
 
 
 def _check_length(model: Model, count: int, param: str, room: int) -> None:
@@ -311,10 +310,11 @@ async def _whole(job: Job, chunks: AsyncGenerator[Batch, None]) -> Response:
         async for batch in chunks:
             for stream, chunk in batch:
                 _raise_failed(chunk)
+                if chunk.prompt_logprobs is not None:
+                    job.tell_prompt(stream, chunk)
                 job.choices[job.index(stream, chunk)].add(chunk)
     finally:
         await chunks.aclose()
-    job.share_prompts()
     job.note()
     return JSONResponse(job.form.whole(job.choices, job.usage()))
 
@@ -343,10 +343,8 @@ async def _events(
     in an error event and nothing after it."""
     form, finish = job.form, "disconnect"
     try:
-        for index, choice in enumerate(job.choices):
-            opening = form.opening(index, choice)
-            if opening is not None:
-                yield event(_with_usage(job, opening))
+        for data in _openings(job, range(len(job.choices))):
+            yield data
         async for batch in _chain(first, chunks):
             data, failed = _batch_events(job, batch)
             if data:
@@ -367,6 +365,14 @@ async def _events(
     yield DONE
 
 
+def _openings(job: Job, indices: range) -> Iterator[bytes]:
+    """What answers begin with, of those that can begin."""
+    for index in indices:
+        opening = job.form.opening(index, job.choices[index])
+        if opening is not None:
+            yield event(_with_usage(job, opening))
+
+
 def _batch_events(job: Job, batch: Batch) -> tuple[bytes, bool]:
     """The events of some chunks; and whether the last one tells of a failure."""
     events: list[bytes] = []
@@ -374,6 +380,8 @@ def _batch_events(job: Job, batch: Batch) -> tuple[bytes, bool]:
         if chunk.finish_reason in ("error", "abort"):
             body = error_body(_failure(chunk), "server_error", code="generation_failed")
             return b"".join([*events, event(body)]), True
+        if chunk.prompt_logprobs is not None:
+            events += _openings(job, job.tell_prompt(stream, chunk))
         index = job.index(stream, chunk)
         piece = job.choices[index].add(chunk)
         if not piece.empty:

@@ -56,15 +56,17 @@ def chat_logprobs(records: Sequence[TokenLogprobs], speller: Speller) -> dict[st
 class CompletionLogprobs:
     """``choices[].logprobs`` of a completion, whose offsets go on from piece to piece."""
 
-    def __init__(self, speller: Speller) -> None:
+    def __init__(self, speller: Speller, first: int = 0) -> None:
+        """``first``: the token without a probability, with which a prompt begins."""
         self._speller = speller
+        self._first = first
         self._offset = 0
 
-    def piece(self, records: Sequence[TokenLogprobs | None], first: int = 0) -> dict[str, Any]:
-        """``None`` stands for a token without a probability: the first of a prompt, ``first``."""
+    def piece(self, records: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        """The next tokens; None stands for the first of a prompt."""
         tokens, logprobs, top, offsets = [], [], [], []
         for record in records:
-            token = self._speller.text_of(first if record is None else record.token_id)
+            token = self._speller.text_of(self._first if record is None else record.token_id)
             tokens.append(token)
             offsets.append(self._offset)
             self._offset += len(token)

@@ -42,6 +42,8 @@ class Choice:
     parser: ToolParser | None = None
     one_call: bool = False
     """Only the first call counts (``parallel_tool_calls: false``)."""
+    scored: bool = False
+    """The echo comes with the log-probabilities of the prompt, which the engine must tell first."""
     with_logprobs: bool = False
     with_token_ids: bool = False
     text: str = ""
@@ -67,8 +69,6 @@ class Choice:
         if self.with_token_ids:
             piece.token_ids = list(chunk.token_ids)
             self.token_ids += piece.token_ids
-        if chunk.prompt_logprobs is not None:
-            self.prompt_logprobs = chunk.prompt_logprobs
         self.completion_tokens += len(chunk.token_ids)
         if chunk.finish_reason is not None:
             self.cached_tokens = (chunk.metrics or {}).get("cached_tokens", 0)
@@ -161,16 +161,20 @@ class CompletionForm(Form):
         self._scores: dict[int, CompletionLogprobs] = {}
 
     def opening(self, index: int, choice: Choice) -> dict[str, Any] | None:
-        return self.event(index, Piece(choice.echo)) if choice.echo else None
+        if not choice.scored:
+            return self.event(index, Piece(choice.echo)) if choice.echo else None
+        if choice.prompt_logprobs is None:
+            return None
+        self._scores[index] = CompletionLogprobs(self.speller, choice.prompt[0])
+        return self.event(index, Piece(choice.echo, logprobs=choice.prompt_logprobs))
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         records = choice.logprobs
-        if choice.echo and choice.prompt_logprobs is not None:
+        if choice.scored and choice.prompt_logprobs is not None:
             records = [*choice.prompt_logprobs, *records]
         scores = None
         if choice.with_logprobs:
-            first = choice.prompt[0] if choice.prompt else 0
-            scores = CompletionLogprobs(self.speller).piece(records, first)
+            scores = CompletionLogprobs(self.speller, choice.prompt[0]).piece(records)
         return {
             "index": index,
             "text": choice.text,
