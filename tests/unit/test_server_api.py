@@ -195,10 +195,27 @@ def test_bad_values_are_refused_by_name(
         ([{"role": "user"}], "messages.0.content"),
         ([{"role": "user", "content": 3}], "messages.0.content"),
         ([{"role": "user", "content": "x", "tool_calls": [1]}], "messages.0.tool_calls.0"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text"),
     ],
 )
 def test_bad_messages_are_refused_by_name(client: TestClient, messages: Any, param: str) -> None:
     refused(chat(client, messages=messages), 400, param, "")
+
+
+def test_content_other_than_text_is_refused_by_its_type(client: TestClient) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x"}, image]}]
+    refused(chat(client, messages=messages), 400, "messages.0.content.1", "'image_url' is not")
+
+
+def test_a_body_that_does_not_say_that_it_is_json_is_told_how(client: TestClient) -> None:
+    body = b'{"model": "m", "prompt": "a"}'
+    for kind in ("application/x-www-form-urlencoded", "text/plain"):
+        answer = client.post("/v1/completions", content=body, headers={"content-type": kind})
+        refused(answer, 415, None, "Content-Type: application/json")
+    assert client.post("/v1/completions", content=body).status_code == 415
+    headers = {"content-type": "application/json; charset=utf-8"}
+    assert client.post("/v1/completions", content=body, headers=headers).status_code == 200
 
 
 def test_other_errors_have_the_same_form(client: TestClient) -> None:

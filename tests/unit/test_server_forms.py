@@ -325,6 +325,14 @@ def test_the_structure_of_answers_reaches_the_core_or_is_refused(
     refused(complete(client, **two), 400, "structured_outputs", "exactly one")
 
 
+def test_a_chat_has_the_special_tokens_of_its_template_alone(client: TestClient) -> None:
+    assert chat(client, add_special_tokens=False).status_code == 200
+    messages = [{"role": "user", "content": "hi"}]
+    asked = {"messages": messages, "add_special_tokens": True}
+    for answer in (chat(client, **asked), client.post("/tokenize", json=asked)):
+        refused(answer, 400, "add_special_tokens", "template writes them itself")
+
+
 def test_chats_end_as_they_are_told_to(client: TestClient, engine: Any) -> None:
     engine.tokenizer.ends = True
 

@@ -19,9 +19,19 @@ RESERVED = frozenset(
 
 
 class ContentPart(BaseModel):
-    model_config = STRICT
-    type: Literal["text"]
-    text: str
+    """Parts that are no text are read, so as to be refused by their type."""
+
+    model_config = LENIENT
+    type: str
+    text: str | None = None
+
+    def plain(self, where: str) -> str:
+        if self.type != "text":
+            message = f"{where}: content of type {self.type!r} is not supported, only text is"
+            raise RequestError(message, where)
+        if self.text is None:
+            raise RequestError(f"{where}.text is missing", f"{where}.text")
+        return self.text
 
 
 class FunctionCall(BaseModel):
@@ -62,7 +72,8 @@ class ChatMessage(BaseModel):
             raise RequestError(f"{where}: only the assistant calls tools", f"{where}.tool_calls")
         content = self.content or ""
         if not isinstance(content, str):
-            content = "".join(part.text for part in content)
+            parts = enumerate(content)
+            content = "".join(part.plain(f"{where}.content.{i}") for i, part in parts)
         check_text(content)
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": content}
@@ -143,6 +154,11 @@ class ChatRequest(Body):
             raise RequestError(
                 "continue_final_message and add_generation_prompt exclude each other",
                 "add_generation_prompt",
+            )
+        if self.add_special_tokens:
+            raise RequestError(
+                "add_special_tokens must be false for chats: the chat template writes them itself",
+                "add_special_tokens",
             )
         reserved = RESERVED & set(self.chat_template_kwargs or ())
         if reserved:

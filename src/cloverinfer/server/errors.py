@@ -110,6 +110,9 @@ async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     """The first thing wrong with a body, named by its path (``messages.0.content``)."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
+    if not _is_json(request.headers.get("content-type", "")):
+        message = "the body must be JSON: send it with the header Content-Type: application/json"
+        return JSONResponse(error_body(message, "invalid_request_error"), 415)
     if first["type"] == "json_invalid":
         message = f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}"
         return JSONResponse(error_body(message, "invalid_request_error"), 400)
@@ -122,6 +125,11 @@ async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
         wrong = " or ".join(dict.fromkeys(msg.removeprefix("Value error, ") for msg in same))
         message = f"{param or 'body'}: {wrong}"
     return JSONResponse(error_body(message, "invalid_request_error", param), 400)
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
 def _param(loc: Sequence[int | str]) -> str | None:
