@@ -23,8 +23,8 @@ from cloverinfer.server.catalog import Catalog
 from cloverinfer.server.chat import ChatRequest
 from cloverinfer.server.protocol import CompletionRequest
 
-ADDED = {"stop_reason", "token_ids", "prompt_logprobs"}
-"""Fields of choices that other servers have beside OpenAI's."""
+ADDED = {"stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs"}
+"""Fields that other servers have beside OpenAI's."""
 
 
 @pytest.fixture
@@ -207,6 +207,9 @@ def test_no_tokens_with_echo_is_the_prompt(client: TestClient, engine: Any, stre
         assert answer.json()["usage"]["prompt_tokens"] == 3
     assert [one["text"] for one in choices] == ["a  b", "c"]
     assert {one["finish_reason"] for one in choices} == {"length"}
+    unseen = complete(client, max_tokens=0, echo=True, prompt=[9], stream=stream)
+    choice = events(unseen)[0]["choices"][0] if stream else unseen.json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("", "length")
     assert engine.asked == []
     refused(complete(client, max_tokens=0), 400, "max_tokens", "with echo")
     refused(chat(client, max_tokens=0), 400, "max_tokens", "at least 1")
@@ -250,7 +253,7 @@ def test_log_probabilities_of_a_prompt(client: TestClient, engine: Any) -> None:
     assert first is None
     assert second["1"] == {"logprob": -0.25, "rank": 1, "decoded_token": "w1 "}
     assert second["3"]["rank"] == 2
-    assert len(chat(client, prompt_logprobs=1).json()["choices"][0]["prompt_logprobs"]) == 3
+    assert len(chat(client, prompt_logprobs=1, n=2).json()["prompt_logprobs"]) == 3
     assert engine.asked[0][1].prompt_logprobs == 1
     for stream in (complete, chat):
         answer = stream(client, prompt_logprobs=0, stream=True)
@@ -275,6 +278,11 @@ def test_token_ids_come_where_asked_for(client: TestClient) -> None:
     assert choice["token_ids"] == [0, 1, 2, 3]
     parts = events(complete(client, return_token_ids=True, stream=True))[:-1]
     assert joined(part["choices"][0]["token_ids"] for part in parts) == [0, 1, 2, 3]
+    told = [choice, *(part["choices"][0] for part in parts if "prompt_token_ids" in str(part))]
+    told += [chat(client, return_token_ids=True).json()]
+    parts = events(chat(client, return_token_ids=True, stream=True, n=2))[:-1]
+    told += [part for part in parts if "prompt_token_ids" in part]
+    assert [len(one["prompt_token_ids"]) for one in told] == [3, 3, 3, 3]
 
 
 def test_prompts_may_be_cut_to_their_end(client: TestClient, engine: Any) -> None:

@@ -21,7 +21,7 @@ from .engine import Chunk, Tokenizer
 from .errors import ApiError, classify, error_body
 from .logprobs import Speller
 from .protocol import Body, CompletionRequest
-from .render import ChatForm, Choice, CompletionForm, Form, usage_of
+from .render import ChatForm, Choice, CompletionForm, Form, Piece, usage_of
 from .streams import DONE, Batch, ClientGoneError, EventStream, event, fan_in
 from .tools import ToolParser, create_parser
 from .tools.forced import NamedParser, RequiredParser, required_schema
@@ -292,10 +292,8 @@ def _echoed(job: Job) -> Response:
 
     async def events() -> AsyncGenerator[bytes, None]:
         for index, choice in enumerate(job.choices):
-            opening = job.form.opening(index, choice)
-            assert opening is not None
-            opening["choices"][0]["finish_reason"] = "length"
-            yield event(_with_usage(job, opening))
+            # Not an opening, which an empty text (of special tokens) has none of.
+            yield event(_with_usage(job, job.form.event(index, Piece(choice.echo, "length"))))
         if job.body.include_usage:
             yield event(job.form.usage_event(job.usage()))
         yield DONE

@@ -137,10 +137,17 @@ class Form(ABC):
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _extras(self, choice: Choice) -> dict[str, Any]:
-        """What vLLM adds to OpenAI's fields: what stopped the answer, and what was asked for."""
+        """What vLLM adds to OpenAI's fields of a choice."""
         extras: dict[str, Any] = {"stop_reason": choice.stop_reason}
         if choice.with_token_ids:
             extras["token_ids"] = choice.token_ids
+        return extras
+
+    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+        """What it adds of the prompt: to each choice of a completion, to a chat as a whole."""
+        extras: dict[str, Any] = {}
+        if choice.with_token_ids:
+            extras["prompt_token_ids"] = choice.prompt
         if choice.prompt_logprobs is not None:
             extras["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, self.speller)
         return extras
@@ -161,12 +168,18 @@ class CompletionForm(Form):
         self._scores: dict[int, CompletionLogprobs] = {}
 
     def opening(self, index: int, choice: Choice) -> dict[str, Any] | None:
-        if not choice.scored:
-            return self.event(index, Piece(choice.echo)) if choice.echo else None
-        if choice.prompt_logprobs is None:
+        piece = Piece(choice.echo)
+        if choice.scored:
+            if choice.prompt_logprobs is None:
+                return None
+            self._scores[index] = CompletionLogprobs(self.speller, choice.prompt[0])
+            piece.logprobs = choice.prompt_logprobs
+        elif not choice.echo and not choice.with_token_ids:
             return None
-        self._scores[index] = CompletionLogprobs(self.speller, choice.prompt[0])
-        return self.event(index, Piece(choice.echo, logprobs=choice.prompt_logprobs))
+        body = self.event(index, piece)
+        if choice.with_token_ids:
+            body["choices"][0] |= {"prompt_token_ids": choice.prompt, "token_ids": []}
+        return body
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         records = choice.logprobs
@@ -181,6 +194,7 @@ class CompletionForm(Form):
             "logprobs": scores,
             "finish_reason": choice.finish_reason,
             **self._extras(choice),
+            **self._of_prompt(choice),
         }
 
     def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -195,10 +209,13 @@ class ChatForm(Form):
     whole_object = "chat.completion"
     event_object = "chat.completion.chunk"
 
+    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        return {**super().whole(choices, usage), **self._of_prompt(choices[0])}
+
     def opening(self, index: int, choice: Choice) -> dict[str, Any]:
         body = self.event(index, Piece())
         body["choices"][0]["delta"] = {"role": "assistant", "content": ""}
-        return body
+        return {**body, **self._of_prompt(choice)} if index == 0 else body
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {
