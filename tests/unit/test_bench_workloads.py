@@ -163,7 +163,10 @@ def test_what_a_load_chooses_by_itself() -> None:
     assert plan.Load().arrives == "poisson"
     assert plan.Load("azure", Path("x")).arrives == "trace"
     assert plan.Load("azure", Path("x"), rate=2.0).arrives == "poisson"
-    assert "trace" in plan.describe(plan.Load("azure", Path("x"))).values()
+    two = plan.Plan([Sample("a", 1)] * 2, [0.0, 1.0])
+    described = plan.describe(plan.Load("azure", Path("x"), count=1000), two)
+    assert "trace" in described.values()
+    assert described["requests"] == 2
     with pytest.raises(ConfigError, match="dataset-path"):
         plan.Load("sharegpt")
     with pytest.raises(ConfigError, match="num-prompts"):

@@ -164,6 +164,10 @@ def test_bad_input_is_told_before_an_engine_starts(
         (["generate"], "prompt"),
         ([], "required"),
         (["serve", "--port", "http"], "invalid int value"),
+        (["bench", "serve", "--extra-body", "[1]"], "a JSON object is needed, not '[1]'"),
+        (["bench", "serve", "--extra-body", "{"], "not valid JSON"),
+        (["bench", "serve", "--metric-percentiles", "50,p99"], "from 0 to 100"),
+        (["bench", "serve", "--metric-percentiles", "101"], "from 0 to 100"),
     ],
 )
 def test_bad_flags_are_one_line(capsys: Any, arguments: list[str], part: str) -> None:

@@ -75,6 +75,12 @@ def test_variables_of_other_programs_are_left_alone() -> None:
     assert load_config(environ=others) == Config()
 
 
+def test_a_variable_that_names_a_section_alone_is_told_of_its_settings() -> None:
+    message = r"CLOVER_MODEL names a section.*CLOVER_MODEL_MODEL_PATH"
+    with pytest.raises(ConfigError, match=message):
+        load_config(environ={"CLOVER_MODEL": "smollm2-135m"})
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [

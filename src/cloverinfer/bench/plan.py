@@ -92,9 +92,10 @@ _MAKERS: dict[str, Callable[[Load, Writer], list[Sample]]] = {
 }
 
 
-def describe(load: Load) -> dict[str, Any]:
-    """The load's part of a report's settings."""
-    shown: dict[str, Any] = {"workload": load.workload, "requests": load.count, "seed": load.seed}
+def describe(load: Load, plan: Plan) -> dict[str, Any]:
+    """The load's part of a report's settings; a file may have fewer requests than asked for."""
+    count = len(plan.samples)
+    shown: dict[str, Any] = {"workload": load.workload, "requests": count, "seed": load.seed}
     if load.workload == "random":
         lengths = load.lengths
         shown["tokens, prompt and output"] = f"{lengths.prompt}, {lengths.output}"

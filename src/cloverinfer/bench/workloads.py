@@ -163,9 +163,7 @@ def mooncake(
             ids = [int(one) for one in row.get("hash_ids", [])]
             prompt, output = limits.of(int(row["input_length"]), int(row["output_length"]))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"{path}, line {number}: not a row of such a trace: {error}"
-            ) from error
+            raise _wrong_row(path, number, error) from error
         parts = list(_blocks(ids, prompt, number))
         samples.append(_asking(writer.write(parts), output, at))
     return _needed(samples, path)
@@ -194,9 +192,7 @@ def azure(
             time = datetime.datetime.fromisoformat(row["TIMESTAMP"].strip()[:26])
             lengths = limits.of(int(row["ContextTokens"]), int(row["GeneratedTokens"]))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"{path}, line {number}: not a row of such a trace: {error}"
-            ) from error
+            raise _wrong_row(path, number, error) from error
         first = first or time
         rng = np.random.default_rng((3, number))
         sample = writer.write([(rng, lengths[0])])

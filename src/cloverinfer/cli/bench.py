@@ -53,10 +53,11 @@ def add(commands: Any) -> None:
 def _add_target(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("server").add_argument
     add("--base-url", metavar="URL", help="the server (default: from --host and --port)")
-    add("--host", default="127.0.0.1", metavar="HOST", help="default: 127.0.0.1")
-    add("--port", type=int, default=8000, metavar="N", help="default: 8000")
-    add("--backend", default="openai", choices=tuple(ENDPOINTS), help="default: openai")
-    add("--endpoint", metavar="PATH", help="default: the backend's own")
+    add("--host", default="127.0.0.1", metavar="HOST", help="its host (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, metavar="N", help="its TCP port (default: 8000)")
+    text = "completions or chats (default: openai)"
+    add("--backend", default="openai", choices=tuple(ENDPOINTS), help=text)
+    add("--endpoint", metavar="PATH", help="path on it (default: the backend's own)")
     add("--model", metavar="NAME", help="as the server calls it (default: its first)")
     add("--tokenizer", metavar="MODEL", help="model whose tokenizer makes and counts prompts")
     add("--api-key", metavar="KEY", help="sent as a bearer token")
@@ -71,7 +72,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("workload").add_argument
-    add("--dataset-name", default="random", choices=WORKLOADS, help="default: random")
+    add("--dataset-name", default="random", choices=WORKLOADS, help="workload (default: random)")
     add("--dataset-path", type=Path, metavar="FILE", help="ShareGPT, Mooncake or Azure file")
     add("--num-prompts", type=int, default=1000, metavar="N", help="requests (default: 1000)")
     text = "prompt tokens of random requests (default: 1024)"
@@ -84,17 +85,20 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--random-prefix-len", type=int, default=0, metavar="N", help=text)
     add("--max-input-len", type=int, metavar="N", help="cut a file's prompts to so many tokens")
     add("--max-output-len", type=int, metavar="N", help="cut a file's outputs to so many tokens")
-    add("--prompt-form", default="text", choices=PROMPT_FORMS, help="default: text")
+    text = "prompts as text or as token ids (default: text)"
+    add("--prompt-form", default="text", choices=PROMPT_FORMS, help=text)
     add("--vocab-size", type=int, metavar="N", help="token ids are below it (prompt form ids)")
-    add("--seed", type=int, default=0, metavar="N", help="default: 0")
-    add("--temperature", type=float, default=0.0, metavar="T", help="default: 0")
+    text = "the same seed makes the same requests (default: 0)"
+    add("--seed", type=int, default=0, metavar="N", help=text)
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     add("--ignore-eos", action="store_true", help="outputs of exactly the length asked for")
     add = parser.add_argument_group("arrivals").add_argument
     text = "requests per second (default: inf, all at once; traces: their times)"
     add("--request-rate", type=float, default=math.inf, metavar="X", help=text)
     text = "1: Poisson; less: burstier; more: evener (default: 1)"
     add("--burstiness", type=float, default=1.0, metavar="X", help=text)
-    add("--arrival", choices=ARRIVALS, help="default: trace where there is one, else poisson")
+    text = "gaps between requests (default: trace where there is one, else poisson)"
+    add("--arrival", choices=ARRIVALS, help=text)
     text = "seconds of the run per second of the trace (default: 1)"
     add("--time-scale", type=float, default=1.0, metavar="X", help=text)
     add("--max-concurrency", type=int, metavar="N", help="requests at a time (default: no limit)")
@@ -118,16 +122,23 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _json(text: str) -> dict[str, Any]:
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError("an object is needed")
+        raise argparse.ArgumentTypeError(f"a JSON object is needed, not {text!r}")
     return value
 
 
 def _percentiles(text: str) -> tuple[float, ...]:
-    values = tuple(float(one) for one in text.split(","))
+    message = f"numbers from 0 to 100 with commas between are needed, not {text!r}"
+    try:
+        values = tuple(float(one) for one in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(message) from error
     if not all(0 <= one <= 100 for one in values):
-        raise ValueError("percentiles are from 0 to 100")
+        raise argparse.ArgumentTypeError(message)
     return values
 
 
@@ -138,7 +149,7 @@ def run_serve(args: argparse.Namespace) -> int:
     slo, load = _slo(args), _load(args)
     what = plan.make(load, _writer(args, tokenizer))
     target, outcome = session.run_loop(_serve(args, what, tokenizer))
-    setting = {"server": target.url, "model": target.model, **plan.describe(load)}
+    setting = {"server": target.url, "model": target.model, **plan.describe(load, what)}
     return _report(args, setting, outcome, slo)
 
 
@@ -197,7 +208,7 @@ def run_offline(args: argparse.Namespace) -> int:
         setting = {"engine": f"in process, {topology}", "model": engine.model_name}
     # The engine computes in this process: its CPU is not the client's.
     outcome = session.Outcome(outcome.records, None, outcome.interrupted)
-    return _report(args, {**setting, **plan.describe(load)}, outcome, slo)
+    return _report(args, {**setting, **plan.describe(load, what)}, outcome, slo)
 
 
 def _load(args: argparse.Namespace) -> Load:

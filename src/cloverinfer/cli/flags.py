@@ -42,10 +42,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     text = f"known name, Hugging Face directory or GGUF file (default: {model.model_path})"
     option(group, "--model", "model.model_path", text)
-    option(group, "--dtype", "model.dtype", f"default: {model.dtype}", choices=DTYPES)
+    text = "of weights, arithmetic and KV cache; auto: what the processor multiplies natively "
+    text += f"(default: {model.dtype})"
+    option(group, "--dtype", "model.dtype", text, choices=DTYPES)
     text = "of the prefill nodes, whose blocks are converted (default: as --dtype)"
     option(group, "--prefill-dtype", "model.prefill_dtype", text, choices=DTYPES)
-    text = f"default: {model.load_format}"
+    text = f"form of the weights; auto: what is there (default: {model.load_format})"
     option(group, "--load-format", "model.load_format", text, choices=LOAD_FORMATS)
     text = "longest prompt + output in tokens (default: the model's own)"
     option(group, "--max-model-len", "model.max_model_len", text, int)
@@ -54,7 +56,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
     cluster = ClusterConfig()
     group = parser.add_argument_group("cluster")
-    text = f"default: {cluster.topology}"
+    text = "prefill | dense | attention apart, prefill | rest, or all in one node "
+    text += f"(default: {cluster.topology})"
     option(group, "--topology", "cluster.topology", text, choices=TOPOLOGIES)
     text = f"what runs the nodes (default: {DEFAULTS['cluster']['executor']})"
     option(group, "--executor", "cluster.executor", text, choices=EXECUTORS)
@@ -64,9 +67,12 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     option(group, "--dense", "cluster.num_decode_dense_nodes", text, int)
     text = "attention nodes of pda (default: 1)"
     option(group, "--attention", "cluster.num_attention_nodes", text, int)
-    text = f"default: {cluster.transport}"
+    text = (
+        f"what carries tensors; auto: the best that all nodes have (default: {cluster.transport})"
+    )
     option(group, "--transport", "cluster.transport", text, choices=TRANSPORTS)
-    text = f"default: {cluster.attention_backend}"
+    text = "what attends; auto: the best for the nodes' devices "
+    text += f"(default: {cluster.attention_backend})"
     option(
         group, "--attention-backend", "cluster.attention_backend", text, choices=ATTENTION_BACKENDS
     )

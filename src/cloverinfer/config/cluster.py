@@ -164,7 +164,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_attention_nodes: int = 1
     """Attention nodes (pda)."""
     transport: str = "auto"
-    """auto (inproc for local, else shm), inproc, shm, tcp or ray."""
+    """auto (the first that all nodes can use), inproc, cuda_ipc, shm, tcp, ray or nixl."""
     attention_backend: str = "auto"
     """auto (cuda where nodes are on a GPU, else cpu), cpu, cuda or torch."""
     threads: int | None = None

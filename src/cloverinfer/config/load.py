@@ -27,6 +27,8 @@ from .network import NetworkConfig
 from .server import ChatConfig, ServerConfig
 
 PREFIX = "CLOVER_"
+NO_SETTINGS = frozenset({"CLOVER_CACHE", "CLOVER_LOG_LEVEL"})
+"""Variables that are read elsewhere: a folder for models, the nodes' logs."""
 SECRETS = ("secret", "api_key")
 """Fields whose values no error shows."""
 SECTIONS: dict[str, type[msgspec.Struct]] = {
@@ -254,8 +256,8 @@ def _merge_environment(into: _Sourced, environ: Mapping[str, str]) -> None:
         if not variable.startswith(PREFIX):
             continue
         section, _, name = variable[len(PREFIX) :].lower().partition("_")
-        if not name:
-            continue  # CLOVER_CACHE, say, which is a folder and no setting
+        if variable in NO_SETTINGS or not (name or section in SECTIONS):
+            continue
         if section not in SECTIONS:
             # Other programs may have variables of this prefix; only a slip of the pen is ours.
             close = difflib.get_close_matches(section, SECTIONS, 1, 0.75)
@@ -263,6 +265,9 @@ def _merge_environment(into: _Sourced, environ: Mapping[str, str]) -> None:
                 raise ConfigError(f"{variable}: unknown section {section!r}{hint(section, close)}")
             continue
         types = _field_types(section)
+        if not name:
+            fields = ", ".join(f"{variable}_{field.upper()}" for field in types)
+            raise ConfigError(f"{variable} names a section, not one of its settings: {fields}")
         if name not in types:
             raise ConfigError(_unknown_key(f"{variable}: ", section, name))
         into[section][name] = (_parse(variable, text, types[name]), variable)

@@ -129,7 +129,7 @@ async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
 
 def _is_json(content_type: str) -> bool:
     kind = content_type.partition(";")[0].strip().lower()
-    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+    return kind.startswith("application/") and kind.endswith(("/json", "+json"))
 
 
 def _param(loc: Sequence[int | str]) -> str | None:
