@@ -23,6 +23,8 @@ InConnection::InConnection(std::shared_ptr<InLink> link, Loop* loop, Fd socket)
 
 void InConnection::ready(uint32_t events) {
   if (gone_) return;
+  // A reset: the sender has given up what it was not told to be done, be it in the socket already.
+  if ((events & EPOLLERR) != 0) link_->gone(false);
   if ((events & EPOLLOUT) != 0) {
     const std::lock_guard<std::mutex> lock(link_->mutex_);
     link_->send_answers();
@@ -49,6 +51,8 @@ void InConnection::read() {
 }
 
 void InConnection::pause() {
+  // Both here and in send_answers(), which is another thread's, the latest word must be the last.
+  const std::lock_guard<std::mutex> lock(link_->mutex_);
   if (paused_.exchange(true)) return;
   watch();
   // Whoever emptied the inbox before paused_ was set has not resumed this connection.
@@ -58,7 +62,8 @@ void InConnection::pause() {
   }
 }
 
-// What wakes the loop. A hang-up always does: edge-triggered, it does so once while paused.
+// What wakes the loop. A hang-up always does: edge-triggered, it does so once while paused. The
+// link's lock is held.
 void InConnection::watch() {
   uint32_t events = EPOLLET;
   if (!paused_) events = EPOLLIN | EPOLLRDHUP;

@@ -2,7 +2,6 @@
 
 #include <poll.h>
 #include <sys/epoll.h>
-#include <sys/socket.h>
 
 #include <algorithm>
 #include <cassert>
@@ -304,9 +303,6 @@ void OutLink::fail(Status status) {
 void OutLink::fail_locked(Status status) {
   if (state_ != Status::kOk) return;
   state_ = status;
-  for (const std::shared_ptr<OutStream>& stream : streams_) {
-    shutdown(stream->socket(), SHUT_RDWR);
-  }
   changed_.notify_all();
   settle_failed();
 }
@@ -316,6 +312,7 @@ void OutLink::settle_failed() {
   const auto busy = [](const std::shared_ptr<OutStream>& stream) { return stream->busy; };
   if (settled_ || std::any_of(streams_.begin(), streams_.end(), busy)) return;
   settled_ = true;
+  const bool lost = !ops_.empty();
   std::vector<Finished> finished;
   for (std::unique_ptr<Op>& op : ops_) {
     const Status status = op->status == Status::kOk ? state_ : op->status;
@@ -323,7 +320,7 @@ void OutLink::settle_failed() {
   }
   ops_.clear();
   next_ = 0;
-  for (const std::shared_ptr<OutStream>& stream : streams_) stream->retire();
+  for (const std::shared_ptr<OutStream>& stream : streams_) stream->retire(lost);
   changed_.notify_all();
   inbox_->push(finished);
 }

@@ -88,6 +88,14 @@ void OutStream::advance(size_t written) {
   if (!writing()) begin_batch();  // lets go of the ops
 }
 
+void OutStream::retire(bool reset) {
+  if (reset) {
+    const linger at_once{1, 0};
+    setsockopt(number_, SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
+  }
+  loop_->retire(std::move(socket_));
+}
+
 void OutStream::ready(uint32_t events) {
   const std::shared_ptr<OutLink> link = link_.lock();
   if (link == nullptr) return;

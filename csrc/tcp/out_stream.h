@@ -34,7 +34,9 @@ class OutStream : public Loop::Handler {
 
   int socket() const { return number_; }
   Loop* loop() const { return loop_; }
-  void retire() { loop_->retire(std::move(socket_)); }
+  // Closes the socket. `reset`: what it still holds is thrown away, rather than sent for as long as
+  // the network takes.
+  void retire(bool reset);
 
   bool busy = false;     // a thread is pumping
   bool again = false;    // the pumping thread should look once more

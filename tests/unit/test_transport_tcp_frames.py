@@ -244,6 +244,11 @@ def listener() -> Iterator[StrangeListener]:
         yield strange
 
 
+def read_all(sock: socket.socket) -> None:
+    while sock.recv(1 << 20):
+        continue
+
+
 def ranges_to(sender: Endpoint, address: str, nbytes: int = 64) -> tuple[Peer, TcpRanges]:
     """A way to a region that nobody has asked the stranger about."""
     peer = sender.connect(address)
@@ -290,6 +295,19 @@ def test_deadline_of_a_put_to_a_receiver_that_stalls(make: Make, listener: Stran
     assert ended(listener.first())
     a.connect(listener.address)
     assert a.put(ranges, rows((0, 0)), 4) is not None
+
+
+def test_what_a_failed_put_left_in_sockets_is_thrown_away(
+    make: Make, listener: StrangeListener
+) -> None:
+    a = make(tcp_streams=2)
+    _, ranges = ranges_to(a, listener.address, 64 << 20)
+    ticket = a.put(ranges, rows((0, 0)), 1, timeout=0.3)
+    finish(a, ticket)
+    assert isinstance(ticket.error, DeadlineError)
+    for sock in listener.sockets:
+        with pytest.raises(ConnectionResetError):
+            read_all(sock)  # an orderly end would come after all that was sent
 
 
 def test_put_that_waits_its_turn_may_expire_alone(make: Make, listener: StrangeListener) -> None:
