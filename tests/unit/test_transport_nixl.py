@@ -13,7 +13,7 @@ import pytest
 from tests.transport_kit import PATIENCE, Way, array, collect, rows, until_refused
 
 from cloverinfer.core.errors import DeadlineError, TransportError
-from cloverinfer.transport import Peer, _control, _nixl_agent, missing, nixl
+from cloverinfer.transport import Peer, Slices, _control, _nixl_agent, missing, nixl
 from cloverinfer.transport._control import MESSAGE, NOTICE, Control
 from cloverinfer.transport._shared import deadline_after
 from cloverinfer.transport.nixl import NixlEndpoint
@@ -169,6 +169,28 @@ def test_region_is_fenced_before_it_is_given_back(
     with pytest.raises(TransportError, match="closed"):
         pair[0].put(way.ranges, rows((0, 0)), 2)
     assert not memory.any()
+
+
+@needs_nixl
+def test_region_that_is_granted_while_it_closes_is_fenced(
+    pair: tuple[NixlEndpoint, NixlEndpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = pair
+    source, target = a.register(4096), b.register(4096)
+    metadata, closing = b._agent.metadata, threading.Thread(target=target.close)
+
+    def slowly(key: int) -> bytes:
+        closing.start()
+        closing.join(0.3)
+        return metadata(key)
+
+    monkeypatch.setattr(b._agent, "metadata", slowly)
+    whole = np.zeros(1, np.int64)
+    local, remote = Slices(source, whole, 4096), Slices(target.ref, whole, 4096)
+    ranges = a.prepare(a.connect(b.address()), local, remote)
+    closing.join(PATIENCE)
+    with pytest.raises(TransportError, match="closed"):
+        a.put(ranges, rows((0, 0)), 1)
 
 
 @needs_nixl

@@ -30,6 +30,8 @@ OVERHEAD = _HEADER.size
 _SLICE = 0.25
 """Seconds of waiting for an answer after which it is seen again whether the peer lives."""
 _LONGEST_POLL = 5.0
+_IDLE = 60.0
+"""Seconds for which the answering thread sleeps at a time; only so that it has a timeout."""
 _MOST_UNREAD = 100_000
 """Notices and messages that wait for ``Control.take``; beyond them nothing more is read."""
 _ENDING = 10.0
@@ -154,7 +156,13 @@ class Control:
             answer.set_exception(TransportError(payload.decode("utf-8", "replace")))
 
     def _answer_all(self) -> None:
-        while (item := self._questions.get()) is not None:
+        while not self._ending.is_set():
+            try:
+                item = self._questions.get(timeout=_IDLE)
+            except queue.Empty:
+                continue
+            if item is None:
+                return
             peer, number, question = item
             try:
                 kind, payload = _ANSWER, self._answer(peer, question)

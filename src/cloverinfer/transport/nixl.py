@@ -92,6 +92,9 @@ class Grant(msgspec.Struct, frozen=True):
     """What the peer's agent must load to write there."""
 
 
+_NO_GRANT = Grant(0, 0, b"")
+
+
 class NixlPeer(Peer):
     """``lock`` guards what follows and is held while bytes are being written."""
 
@@ -111,7 +114,8 @@ class NixlPeer(Peer):
 class Target:
     """A peer's region. ``closed``: its owner has taken it back, or is gone."""
 
-    grant: Grant
+    grant: Grant = _NO_GRANT
+    """Until the owner has answered."""
     closed: bool = False
     loaded: int = -1
     """``NixlPeer.loads`` when the agent loaded its metadata."""
@@ -123,6 +127,7 @@ class NixlRegion:
 
     region: OwnRegion
     key: int
+    pointer: int
     writers: dict[str, NixlPeer] = field(default_factory=dict)
     """Peers that asked for it, by address."""
 
@@ -160,6 +165,8 @@ class NixlEndpoint(Endpoint):
         self._closed = False
         self._registered = 0
         self._regions: dict[str, NixlRegion] = {}
+        self._regions_lock = threading.Lock()
+        """Whoever is granted a region is asked before it goes, and nobody is granted one that goes."""
         self._peers: dict[str, NixlPeer] = {}
         self._peers_lock = threading.Lock()
         inner = self._inner = TcpEndpoint(name, network)
@@ -188,11 +195,13 @@ class NixlEndpoint(Endpoint):
         self._registered += 1
         ref = RegionRef(self._address, f"g{self._registered}", buffer.nbytes)
         region = OwnRegion(ref, buffer, self._take_back)
-        self._regions[ref.name] = NixlRegion(region, key)
+        with self._regions_lock:
+            self._regions[ref.name] = NixlRegion(region, key, pointer)
         return region
 
     def _take_back(self, region: OwnRegion) -> None:
-        own = self._regions.pop(region.ref.name)
+        with self._regions_lock:
+            own = self._regions.pop(region.ref.name)
         deadline = deadline_after(DEFAULT_TIMEOUT)
         question = _REVOKE + region.ref.name.encode()
         try:
@@ -225,13 +234,13 @@ class NixlEndpoint(Endpoint):
         raise TransportError(f"no such question: {kind!r}")
 
     def _grant(self, peer: NixlPeer, name: str) -> bytes:
-        own = self._regions.get(name)
-        if own is None or own.region.closed:
-            raise TransportError(f"{self._address} has no region {name}")
-        own.writers[peer.address] = peer
-        pointer = np.frombuffer(own.region.buffer, np.uint8).ctypes.data
-        grant = Grant(pointer, own.region.ref.nbytes, self._agent.metadata(own.key))
-        return msgspec.msgpack.encode(grant)
+        with self._regions_lock:
+            own = self._regions.get(name)
+            if own is None:
+                raise TransportError(f"{self._address} has no region {name}")
+            metadata = self._agent.metadata(own.key)
+            own.writers[peer.address] = peer
+        return msgspec.msgpack.encode(Grant(own.pointer, own.region.ref.nbytes, metadata))
 
     def _drop(self, peer: NixlPeer, target: Target) -> None:
         """Waits for the put that is being written, then lets no other begin. The agent cannot drop
@@ -279,9 +288,12 @@ class NixlEndpoint(Endpoint):
 
     def _target(self, peer: NixlPeer, ref: RegionRef) -> Target:
         target = peer.targets.get(ref.name)
-        if target is None or target.closed:
+        if target is None or target.closed or target.grant is _NO_GRANT:
+            # Before asking: the owner may take back what it has just granted, and the answering
+            # thread may hear of that before this one reads the grant.
+            target = peer.targets[ref.name] = Target()
             answer = self._ask(peer, _OPEN + ref.name.encode(), deadline_after(DEFAULT_TIMEOUT))
-            target = peer.targets[ref.name] = Target(msgspec.msgpack.decode(answer, type=Grant))
+            target.grant = msgspec.msgpack.decode(answer, type=Grant)
         if target.grant.nbytes != ref.nbytes:
             raise TransportError(f"{peer.address} has no region {ref.name} of {ref.nbytes} bytes")
         return target
