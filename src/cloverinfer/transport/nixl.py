@@ -166,7 +166,7 @@ class NixlEndpoint(Endpoint):
         self._registered = 0
         self._regions: dict[str, NixlRegion] = {}
         self._regions_lock = threading.Lock()
-        """Whoever is granted a region is asked before it goes, and nobody is granted one that goes."""
+        """Whoever was granted a region is asked before it goes; nobody is granted one that goes."""
         self._peers: dict[str, NixlPeer] = {}
         self._peers_lock = threading.Lock()
         inner = self._inner = TcpEndpoint(name, network)
