@@ -52,9 +52,17 @@ def frame_config(config: NodeConfig) -> bytes:
     return len(data).to_bytes(4, "little") + data
 
 
+def start_logging(level: str) -> None:
+    """Logs to stderr from ``level`` on; one that is no level is told of, and WARNING is used."""
+    known = isinstance(logging.getLevelName(level.upper()), int)
+    logging.basicConfig(level=level.upper() if known else "WARNING")
+    if not known:
+        levels = "debug, info, warning, error, critical"
+        log.warning("CLOVER_LOG_LEVEL is %r, not one of %s: warning is used", level, levels)
+
+
 def main(report_fd: int) -> int:
-    level = os.environ.get("CLOVER_LOG_LEVEL", "WARNING").upper()
-    logging.basicConfig(level=level if isinstance(logging.getLevelName(level), int) else "WARNING")
+    start_logging(os.environ.get("CLOVER_LOG_LEVEL", "WARNING"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it ends us in order
     stream = sys.stdin.buffer
     config = read_config(stream)
