@@ -13,7 +13,7 @@ from tests.servers import events, refused
 from cloverinfer.config import ServerConfig
 from cloverinfer.core.errors import CloverError, EngineClosedError, QueueFullError
 from cloverinfer.server.app import build_app
-from cloverinfer.server.catalog import Catalog
+from cloverinfer.server.catalog import Catalog, Chat
 
 
 @pytest.fixture
@@ -225,7 +225,18 @@ def test_other_errors_have_the_same_form(client: TestClient) -> None:
     refused(complete(client, model="other"), 404, "model", "'other' does not exist")
     refused(client.get("/v1/models/other"), 404, "model", "does not exist")
     refused(client.get("/nowhere"), 404, None, "/nowhere")
+    refused(client.get("/models"), 404, None, "it is at /v1/models")
     refused(client.get("/v1/completions"), 405, None, "Method Not Allowed")
+
+
+def test_the_only_model_need_not_be_named(client: TestClient, engine: Any) -> None:
+    body = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).json()
+    assert body["model"] == "m"
+    assert chat(client, model=None, max_tokens=1).json()["model"] == "m"
+    catalog = Catalog.of([engine, engine], [("a",), ("b",)], [Chat(), Chat()])
+    with TestClient(build_app(catalog)) as two:
+        refused(complete(two, model=None), 400, "model", "this server has 'a', 'b'")
+        refused(two.post("/detokenize", json={"tokens": [1]}), 400, "model", "is missing")
 
 
 @pytest.mark.parametrize("stream", [False, True])

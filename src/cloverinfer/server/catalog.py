@@ -98,11 +98,17 @@ class Catalog:
     def single(cls, engine: Engine, name: str | None = None, chat: Chat | None = None) -> Catalog:
         return cls.of([engine], [(name,) if name else ()], [chat or Chat()])
 
-    def find(self, name: str) -> Model:
-        """Raises a 404 in OpenAI's form for a name that nobody has."""
+    def find(self, name: str | None) -> Model:
+        """The model of that name; None is the only one. Raises a 404 in OpenAI's form for a name
+        that nobody has, ``RequestError`` where there is none and several are served.
+        """
+        known = ", ".join(map(repr, self._by_name))
+        if name is None:
+            if len(self.models) > 1:
+                raise RequestError(f"model is missing; this server has {known}", "model")
+            return self.models[0]
         model = self._by_name.get(name)
         if model is None:
-            known = ", ".join(map(repr, self._by_name))
             message = f"the model {name!r} does not exist; this server has {known}"
             raise ApiError(404, message, "invalid_request_error", "model", "model_not_found")
         return model

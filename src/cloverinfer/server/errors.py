@@ -43,6 +43,9 @@ UNSERVED = {
 }
 """Parts of the API that other servers have, with what is told of them."""
 
+WITHOUT_PREFIX = frozenset({"/chat/completions", "/completions", "/models"})
+"""Paths that clients ask for whose base address lacks ``/v1``."""
+
 
 class ApiError(Exception):
     """An answer of the API's own making (authentication, unknown model, failed generation)."""
@@ -142,6 +145,8 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     path = request.url.path.removeprefix(request.scope.get("root_path", ""))
     message, code = f"{request.method} {path}: {error.detail}", None
+    if error.status_code == 404 and path in WITHOUT_PREFIX:
+        message += f"; it is at /v1{path}: give clients the address with /v1"
     for prefix, what in UNSERVED.items():
         if error.status_code == 404 and (path == prefix or path.startswith(f"{prefix}/")):
             message, code = f"{path}: this server does not serve {what}", "unsupported_endpoint"

@@ -98,7 +98,7 @@ class Generation:
             for _ in range(body.choices):
                 choices.append(_choice(body, tokens, echo))
                 choices[-1].scored = scored
-        form = CompletionForm(body.model, Speller(model.engine.tokenizer))
+        form = CompletionForm(body.model or model.name, Speller(model.engine.tokenizer))
         job = Job(model, form, choices, body.choices, sampling, body, record_of(request.scope))
         if limit == 0 and sampling.prompt_logprobs is None:
             return _echoed(job)
@@ -123,7 +123,7 @@ class Generation:
         choices = [_choice(body, prompt, parser=parser) for parser in parsers]
         for choice in choices:
             choice.one_call = body.parallel_tool_calls is False
-        form = ChatForm(body.model, Speller(model.engine.tokenizer))
+        form = ChatForm(body.model or model.name, Speller(model.engine.tokenizer))
         record = record_of(request.scope)
         job = Job(model, form, choices, body.choices, sampling, body, record)
         return await self._answer(job, request, "messages")

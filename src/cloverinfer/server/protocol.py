@@ -61,7 +61,7 @@ class Body(BaseModel):
     """What both endpoints take."""
 
     model_config = STRICT
-    model: str
+    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None

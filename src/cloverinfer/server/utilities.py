@@ -77,7 +77,7 @@ class Utilities:
         return self._catalog.card(name)
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
-        model = self._find(body.model)
+        model = self._catalog.find(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give either prompt or messages", "prompt")
         if body.prompt is not None:
@@ -92,17 +92,15 @@ class Utilities:
         return {**answer, "tokens": tokens, "token_strs": strings}
 
     async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
+        model = self._catalog.find(body.model)
         try:
-            return {"prompt": decode(self._find(body.model), body.tokens, "tokens")}
+            return {"prompt": decode(model, body.tokens, "tokens")}
         except RequestError as error:
             raise RequestError(str(error), "tokens") from error
 
     async def no_adapters(self) -> None:
         message = "LoRA adapters are not supported by this server"
         raise ApiError(400, message, "invalid_request_error", code="unsupported")
-
-    def _find(self, name: str | None) -> Model:
-        return self._catalog.models[0] if name is None else self._catalog.find(name)
 
 
 def _as_chat(body: TokenizeRequest, model: Model) -> ChatRequest:
