@@ -161,7 +161,7 @@ def test_nodes_on_the_cpu_take_the_cpu_backend() -> None:
 @pytest.mark.skipif(not missing(), reason="a GPU is here")
 def test_without_a_gpu_the_backend_says_why() -> None:
     spec = KVSpec(kv_heads=1, k_dim=64, v_dim=64, dtype="bfloat16", scale=1.0)
-    with pytest.raises(ConfigError, match="attention_backend must be another than cuda here: "):
+    with pytest.raises(ConfigError, match="attention backend cuda cannot be used: "):
         create_backend("cuda").allocate(PoolLayout((spec,), 16, 2), 4)
 
 

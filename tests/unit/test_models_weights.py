@@ -163,6 +163,8 @@ def test_eos_ids_come_from_both_files(folder: Path) -> None:
 def test_bad_paths_say_what_is_known(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="did you mean 'smollm2-135m'"):
         resolve_model(ModelConfig(model_path="smollm-135m"))
+    with pytest.raises(ModelError, match="names on a hub are not downloaded"):
+        resolve_model(ModelConfig(model_path="meta-llama/Llama-3.2-1B"))
     with pytest.raises(ModelError, match=r"known name.*smollm2-135m"):
         resolve_model(ModelConfig(model_path=str(tmp_path / "nothing")))
     with pytest.raises(ModelError, match=r"no config\.json"):

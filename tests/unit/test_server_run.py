@@ -106,7 +106,9 @@ def test_a_taken_port_is_told_before_anything_starts() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: Address already in use"):
+        with pytest.raises(
+            ConfigError, match=rf"127\.0\.0\.1:{port}: Address already in use; give another"
+        ):
             run.bind("127.0.0.1", port)
 
 

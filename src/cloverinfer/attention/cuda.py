@@ -70,7 +70,7 @@ class CudaAttention(AttentionBackend):
         check_layout(self.capabilities, layout, num_heads)
         reason = missing()
         if reason:
-            raise ConfigError(f"attention_backend must be another than cuda here: {reason}")
+            raise ConfigError(f"attention backend cuda cannot be used: {reason}")
         self._device, address = self._take_memory(layout, buffer)
         native = _native.CudaAttentionPool(
             device=self._device.index,

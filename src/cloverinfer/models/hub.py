@@ -7,6 +7,7 @@ this file, and converted. Nothing is fetched again after that.
 from __future__ import annotations
 
 import difflib
+import re
 import subprocess
 import sys
 import zipfile
@@ -67,6 +68,8 @@ def unknown_model(path: str) -> ModelError:
     """What to say about a path that is neither a file, a folder nor a known name."""
     near = difflib.get_close_matches(path.lower(), list(KNOWN_MODELS), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        hint = "; names on a hub are not downloaded: give the folder that you brought it to"
     return ModelError(
         f"there is no model {path!r}: not a folder, not a GGUF file, and not a known name "
         f"({', '.join(KNOWN_MODELS)}){hint}"

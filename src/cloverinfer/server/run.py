@@ -36,7 +36,8 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ConfigError(
-            f"server.port: cannot listen on {host}:{port}: {error.strerror}"
+            f"server.port: cannot listen on {host}:{port}: {error.strerror}; "
+            "give another with --port (0 takes a free one)"
         ) from error
     return sock
 
