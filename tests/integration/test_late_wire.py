@@ -9,6 +9,7 @@ from tests.tiny_models import make_tiny
 
 from cloverinfer import LLM, ModelConfig, SamplingParams
 from cloverinfer.core.errors import CloverError
+from cloverinfer.nodes.prefill import PrefillNode
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 PROMPTS = [[1 + (7 * i + j) % 90 for j in range(5 + 9 * i % 60)] for i in range(12)]
@@ -83,3 +84,26 @@ def test_a_wire_that_failed_is_used_again(late, model, wanted, monkeypatch, size
         done = llm.generate(PROMPTS, GREEDY)
         check_idle(llm)
     assert [one.token_ids for one in done] == wanted
+
+
+def test_a_wire_that_failed_in_a_step_that_failed_itself_is_used_again(
+    late, model, wanted, monkeypatch
+):
+    compute = PrefillNode._compute
+
+    def compute_and_fail(node, *args):
+        compute(node, *args)
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(late, "delay", 0.002)
+    with LLM(model, topology="pd", prefill_block_size=4, **POOL) as llm:
+        sender = next(one for one in late.made if one.name == "prefill-0")
+        with monkeypatch.context() as broken:
+            broken.setattr(PrefillNode, "_compute", compute_and_fail)
+            sender.refuse_from = sender.puts
+            with pytest.raises(CloverError, match="out of luck"):
+                llm.generate([PROMPTS[5]], GREEDY)
+            sender.refuse_from = None
+        done = llm.generate(PROMPTS[:4], GREEDY)
+        check_idle(llm)
+    assert [one.token_ids for one in done] == wanted[:4]

@@ -180,12 +180,12 @@ class PrefillNode(LocalNode):
     def _report_step(self, step: _Computed) -> None:
         pushes, stats = step.pushes, step.stats
         failures = pushes.failures()
+        for failure in failures:
+            self._mend(failure.peer)
         problem = step.problem or pushes.problem
         if problem is not None:
             self.report_failure(step.plan, problem)
             return
-        for failure in failures:
-            self._mend(failure.peer)
         if failures:
             self.report_lost(step.plan, failures)
             return
