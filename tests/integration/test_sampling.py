@@ -204,6 +204,12 @@ def test_many_sequences_pass_through_a_short_queue(folder):
         with pytest.raises(QueueFullError):
             llm.generate([[1, 2]], asked(n=100, temperature=1.0))
         check_idle(llm)
+        aborted = sum(llm.engine.stats().counters.aborted.values())
+        with pytest.raises(QueueFullError):
+            list(llm.engine.stream_sync([1, 2], asked(n=100, temperature=1.0, max_tokens=400)))
+        check_idle(llm)
+        # Those that the queue took end with those that it refused.
+        assert sum(llm.engine.stats().counters.aborted.values()) > aborted
 
 
 def test_a_salt_and_a_priority_change_no_tokens(llm):

@@ -217,6 +217,8 @@ def _read_file(path: Path) -> tuple[Settings, list[Any]]:
 def _check_sections(where: str, data: Mapping[Any, Any]) -> Settings:
     sections = {}
     for section, fields in data.items():
+        if section not in SECTIONS:
+            raise ConfigError(_unknown_section(f"{where}: ", section))
         if not isinstance(fields, dict | None):
             raise ConfigError(f"{where}: section {section} must hold keys, not {fields!r}")
         sections[section] = fields or {}
@@ -240,9 +242,7 @@ class _UniqueKeys(yaml.SafeLoader):
 def _merge(into: _Sourced, settings: Settings, source: str) -> None:
     for section, fields in settings.items():
         if section not in SECTIONS:
-            raise ConfigError(
-                f"{_from(source)}unknown section {section!r}{hint(section, list(SECTIONS))}"
-            )
+            raise ConfigError(_unknown_section(_from(source), section))
         types = _field_types(section)
         for name, value in fields.items():
             if name not in types:
@@ -363,6 +363,13 @@ def _build(
 
 def _from(source: str) -> str:
     return "" if source in ("", "flag", "default") else f"{source}: "
+
+
+def _unknown_section(prefix: str, section: object) -> str:
+    homes = [one for one in SECTIONS if section in _field_types(one)]
+    if homes:
+        return f"{prefix}{section} is no section but a key of {' and of '.join(homes)}: put it there"
+    return f"{prefix}unknown section {section!r}{hint(section, list(SECTIONS))}"
 
 
 def _unknown_key(prefix: str, section: str, name: object) -> str:

@@ -56,7 +56,8 @@ class RequestOptions:
             if value is not None:
                 check_text(value, name)
         if type(self.priority) is not int or abs(self.priority) > MOST:
-            raise RequestError(f"priority must be an integer, not {self.priority!r}", "priority")
+            allowed = f"an integer from {-MOST} to {MOST}"
+            raise RequestError(f"priority must be {allowed}, not {self.priority!r}", "priority")
 
 
 Sink = Callable[[Union[Chunk, CloverError]], None]
