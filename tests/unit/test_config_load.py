@@ -103,7 +103,7 @@ def test_a_variable_that_names_a_section_alone_is_told_of_its_settings() -> None
         ("cluster: {topology: pd, topology: pda}", ["'topology' stands twice"]),
         ("a: [", ["not valid YAML"]),
         ("just words", ["must hold sections"]),
-        ("port: 1", ["port is no section but a key of server"]),
+        ("port: 1", ["port is no section but a key of network or of server: put it there"]),
         ("cluster: 3", ["section cluster must hold keys, not 3"]),
     ],
 )

@@ -368,7 +368,8 @@ def _from(source: str) -> str:
 def _unknown_section(prefix: str, section: object) -> str:
     homes = [one for one in SECTIONS if section in _field_types(one)]
     if homes:
-        return f"{prefix}{section} is no section but a key of {' and of '.join(homes)}: put it there"
+        sections = " or of ".join(homes)
+        return f"{prefix}{section} is no section but a key of {sections}: put it there"
     return f"{prefix}unknown section {section!r}{hint(section, list(SECTIONS))}"
 
 

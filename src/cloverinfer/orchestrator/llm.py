@@ -58,8 +58,8 @@ class _Left:
         return self._count > 0
 
     def take(self, item: Chunk | CloverError) -> Chunk:
-        """The chunk; raises the error, which ends one sequence. What is wrong with a request is wrong
-        with all of them; a queue may be full for this one alone."""
+        """The chunk; raises the error, which ends one sequence. What is wrong with a request is
+        wrong with all of them; a queue may be full for this one alone."""
         if isinstance(item, CloverError):
             self._count = 0 if isinstance(item, RequestError) else self._count - 1
             raise item

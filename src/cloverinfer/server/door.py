@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..config import ServerConfig
-from .errors import RETRY_AFTER, error_body
+from .errors import RETRY_AFTER, error_body, own_path
 
 log = logging.getLogger("cloverinfer.requests")
 OPEN = frozenset(
@@ -42,12 +42,6 @@ class Record:
     finish: str = "-"
     status: int = 0
     started: float = field(default_factory=time.monotonic)
-
-
-def own_path(scope: Scope) -> str:
-    """The path without the prefix of a proxy in front."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
 
 
 def record_of(scope: Scope) -> Record:

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from ..core.errors import (
     CloverError,
@@ -94,6 +95,12 @@ def install_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_unexpected)
 
 
+def own_path(scope: Scope) -> str:
+    """The path that was asked for, without the prefix of a proxy in front."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 async def _on_api_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
@@ -143,7 +150,7 @@ def _param(loc: Sequence[int | str]) -> str | None:
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    path = request.url.path.removeprefix(request.scope.get("root_path", ""))
+    path = own_path(request.scope)
     message, code = f"{request.method} {path}: {error.detail}", None
     if error.status_code == 404 and path in WITHOUT_PREFIX:
         message += f"; it is at /v1{path}: give clients the address with /v1"

@@ -32,6 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .. import __version__
 from ..orchestrator.counters import EngineStats
 from .catalog import Catalog
+from .errors import own_path
 
 PREFIX = "cloverinfer_"
 HISTOGRAMS = {
@@ -143,7 +144,7 @@ class CountRequests:
         path = getattr(scope.get("route"), "path", None)
         if isinstance(path, str):
             return path
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = own_path(scope)
         return path if path in self._routes else OTHER
 
 
