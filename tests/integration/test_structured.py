@@ -4,6 +4,7 @@ The model is random, so every constraint that is kept is kept by the masks alone
 """
 
 import json
+import queue
 import re
 import threading
 import time
@@ -134,6 +135,10 @@ def test_processes_of_their_own_compile_for_themselves(folder, wanted):
         ({"regexp": "a"}, "no field 'regexp'"),
         ("json", "must be an object"),
         ({"regex": "a" * 2_000_000}, "more than"),
+        ({"regex": "[a&&b]"}, "it allows no text"),
+        ({"grammar": "start: start"}, "it allows no text"),
+        ({"json": {"$ref": "#"}}, "it allows no text"),
+        ({"regex": "a{1000000}"}, "too many expressions constructed$"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_by_name(refuser, outputs, part):
@@ -182,6 +187,23 @@ def test_one_whose_grammar_gives_up_fails_alone(refuser, monkeypatch):
     assert all(over.acquire(timeout=20) for _ in range(2))
     assert (ended["shaped"].finish_reason, ended["shaped"].error) == ("error", "too complex")
     assert ended["plain"].finish_reason == "length"
+
+
+def test_one_whose_parameters_forbid_every_token_fails_alone(refuser):
+    tokenizer = refuser.tokenizer
+    (last,) = tokenizer.encode("a", add_special_tokens=False)
+    others = tuple(token for token in range(tokenizer.vocab_size + 100) if token != last)
+    params = asked(stop_token_ids=others, min_tokens=9, bad_words=("a",))
+    arrived = queue.SimpleQueue()
+    for _ in range(3):
+        refuser.engine.submit("b", CASES[1], arrived.put)
+    refuser.engine.submit("b", params, arrived.put)
+    chunks = [arrived.get(timeout=20)]
+    while sum(chunk.finish_reason is not None for chunk in chunks) < 4:
+        chunks.append(arrived.get(timeout=20))
+    assert sorted(c.finish_reason for c in chunks if c.finish_reason) == ["error"] + ["length"] * 3
+    (error,) = (chunk.error for chunk in chunks if chunk.error)
+    assert "no token can be chosen" in error
 
 
 def test_a_slow_compile_stalls_nobody_else(refuser, monkeypatch):

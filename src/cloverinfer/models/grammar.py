@@ -30,6 +30,7 @@ MAX_COMPILED = 256
 _JSON_SPACE = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
 """Room for indentation, but no endless blanks."""
 _MAX_ERROR = 300
+_NO_TEXT = "it allows no text"
 
 
 class GrammarState:
@@ -124,9 +125,22 @@ def _compile(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
         compiled = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
     except ValueError as problem:
         raise _refused(grammar, str(problem)) from problem
-    if compiled.is_error():
-        raise _refused(grammar, compiled.get_error())
+    _try_first_step(grammar, compiled)
     return compiled
+
+
+def _try_first_step(grammar: Grammar, compiled: LLMatcher) -> None:
+    """Shows what compiling does not: that it allows no text, or passes limits. Twice, since copies
+    share what they have learnt, which counts against the limits of the next one."""
+    for _ in range(2):
+        if compiled.is_error():
+            raise _refused(grammar, compiled.get_error())
+        first = compiled.deep_copy()
+        some = any(first.compute_bitmask())
+        if first.is_error():
+            raise _refused(grammar, first.get_error())
+        if not some:
+            raise _refused(grammar, _NO_TEXT)
 
 
 def _source(grammar: Grammar) -> str:
@@ -150,5 +164,7 @@ def _refused(grammar: Grammar, reason: str) -> RequestError:
 
 
 def _short(text: str) -> str:
-    line = " ".join(text.split())
+    line = " ".join(text.replace("<non-verbose/>", "").split())
+    if line == "NoExtensionBias":
+        line = _NO_TEXT  # the compiler's word for it
     return line if len(line) <= _MAX_ERROR else line[: _MAX_ERROR - 3] + "..."
