@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cloverinfer.models import sample
-from cloverinfer.models.sampling import uniform
+from cloverinfer.models.sampling import NO_TOKEN, uniform
 from cloverinfer.wire.messages import Sampling
 
 
@@ -102,6 +102,16 @@ def test_extremes_stay_in_range() -> None:
     lonely = torch.full((1, 9), -torch.inf)
     lonely[0, 6] = 0.0
     assert {sample(lonely, [drawn(seed)], [seed])[0] for seed in range(50)} == {6}
+
+
+@pytest.mark.parametrize("nothing", [-math.inf, math.nan, math.inf])
+@pytest.mark.parametrize("kind", [greedy(), drawn(), drawn(top_k=2), drawn(top_p=0.5)])
+def test_a_row_without_a_finite_largest_says_so_and_harms_no_other(kind, nothing) -> None:
+    logits = torch.zeros((3, 9))
+    logits[0, 4] = logits[2, 7] = 99.0
+    logits[1] = nothing
+    assert sample(logits, [kind] * 3, [0] * 3) == [4, NO_TOKEN, 7]
+    assert sample(logits, [greedy(), kind, drawn()], [0] * 3) == [4, NO_TOKEN, 7]
 
 
 def test_uniform_is_uniform() -> None:

@@ -97,6 +97,19 @@ def test_ids_past_the_vocabulary_are_no_harm():
     assert torch.isinf(logits).sum() == 1
 
 
+@pytest.mark.parametrize("penalty", [5e-324, 1e-38, 1e-30, 100.0])
+def test_no_penalty_makes_what_is_no_number(penalty):
+    shaping = Shaping(
+        num_prompt=4, repetition_penalty=penalty, bad_words=[[3]], frequency_penalty=-2.0
+    )
+    shaper = Shaper(shaping, [], 0)
+    logits = torch.linspace(-30.0, 30.0, VOCAB)[None].clone()
+    shape(logits, [shaper], [[1, 3, 45, 47, 2, 46]], [6])
+    assert logits[0, 3] == -torch.inf
+    assert logits[0].isfinite().sum() == VOCAB - 1
+    assert sample(logits, [Sampling(1.0, 0, 1.0, seed=3)], [6])[0] in range(VOCAB)
+
+
 @pytest.mark.parametrize(("min_p", "kept"), [(0.0, 4), (0.3, 3), (0.6, 2), (1.0, 1)])
 def test_min_p_drops_the_unlikely(min_p, kept):
     """Shares of the likeliest are 1, 0.7, 0.4 and 0.1."""

@@ -18,6 +18,8 @@ from ..wire.messages import Sampling
 _MASK = (1 << 64) - 1
 _TOP_P_TRY = 512
 """Likeliest tokens that top-p sorts before it sorts them all."""
+NO_TOKEN = -1
+"""Stands for no token, where none can be chosen."""
 
 
 def sample(
@@ -27,14 +29,16 @@ def sample(
 
     ``positions``: the position that each row's token will take, or any other number that differs
     between the tokens of one request. Temperature 0 takes the largest logit, the lowest id first.
+    ``NO_TOKEN`` for a row whose largest logit is no finite number: it says nothing of any token.
     """
     assert len(params) == len(positions) == logits_tc.shape[0]
     random = [i for i, p in enumerate(params) if p.temperature > 0]
-    if not random:
-        return logits_tc.argmax(-1).tolist()
-    tokens = [0] * len(params)
+    tokens = [NO_TOKEN] * len(params)
     if len(random) < len(params):
-        tokens = logits_tc.argmax(-1).tolist()
+        largest = logits_tc.max(-1)
+        tokens = largest.indices.masked_fill_(~largest.values.isfinite(), NO_TOKEN).tolist()
+    if not random:
+        return tokens
     drawn = _draw(logits_tc[random], [params[i] for i in random], [positions[i] for i in random])
     for i, token in zip(random, drawn, strict=True):
         tokens[i] = token
@@ -75,7 +79,8 @@ def _draw(logits_tc: torch.Tensor, params: list[Sampling], positions: list[int])
     # The first token whose cumulative weight exceeds the target; rounding must not pass the last.
     chosen = torch.searchsorted(cumulative, at[:, None] * total, right=True)
     last = torch.searchsorted(cumulative, total.contiguous(), right=False)
-    return torch.minimum(chosen, last)[:, 0].tolist()
+    # Nothing adds up where there was no finite logit to be relative to.
+    return torch.minimum(chosen, last).masked_fill_(total.isnan(), NO_TOKEN)[:, 0].tolist()
 
 
 def _keep_top_k(scores: torch.Tensor, params: list[Sampling]) -> None:

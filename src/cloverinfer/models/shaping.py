@@ -174,8 +174,11 @@ def _penalise(logits_tc: torch.Tensor, shapers: Sequence[Shaper]) -> None:
     ]
     factors = torch.tensor(per_row).repeat_interleave(sizes, 0).to(logits_tc.device)
     repetition, frequency, presence = factors.unbind(1)
+    numbers = torch.finfo(torch.float32)
+    # Neither 0, which a tiny penalty is in float32, nor an overflow may make what is no number.
+    repetition = repetition.clamp(min=numbers.tiny)
     some = logits_tc[index]
-    some = torch.where(some > 0, some / repetition, some * repetition)
+    some = torch.where(some > 0, (some / repetition).clamp(max=numbers.max), some * repetition)
     logits_tc[index] = some - frequency * counts - presence * (counts > 0)
 
 

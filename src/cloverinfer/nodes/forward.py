@@ -12,7 +12,7 @@ from ..attention.base import AttentionBackend
 from ..core.logprobs import TokenLogprobs
 from ..models.base import Carry, DenseHalf
 from ..models.logprobs import token_logprobs
-from ..models.sampling import sample
+from ..models.sampling import NO_TOKEN, sample
 from ..models.shaping import shape
 from ..wire.messages import StepDone, StepPlan, StepStats
 from .gate import Gate, OpenGate
@@ -20,6 +20,9 @@ from .rows import Batch
 
 SCORE_TOKENS = 256
 """Prompt tokens whose logits are in memory at a time, where a request asks about its prompt."""
+_NONE_LEFT = (
+    "no token can be chosen: the model's logits are not finite, or all tokens are forbidden"
+)
 
 
 @dataclass
@@ -88,17 +91,20 @@ def prompt_logprobs(
 
 
 def sample_rows(batch: Batch, logits: torch.Tensor) -> Sampled:
-    """Chooses a token for each sampling row and notes it as the row's next."""
+    """Chooses a token for each sampling row and notes it as the row's next. A row for which there
+    is none has an error, and any token: the others of its step must not suffer from it."""
     params = [row.sampling for row in batch.sampled]
     chosen_from = _shaped(batch, logits) if batch.special else logits
     tokens = [int(token) for token in sample(chosen_from, params, batch.sample_positions)]
+    errors = {i: _NONE_LEFT for i, token in enumerate(tokens) if token == NO_TOKEN}
+    tokens = [max(token, 0) for token in tokens]
     for row, token, position in zip(batch.sampled, tokens, batch.sample_positions, strict=True):
         del row.tokens[position - row.start :]  # a replayed step replaces what it had sampled
         row.tokens.append(token)
     if not batch.special:
-        return Sampled(tokens)
-    errors = {i: row.shaper.error for i, row in enumerate(batch.sampled) if row.shaper is not None}
-    errors = {i: error for i, error in errors.items() if error}
+        return Sampled(tokens, errors=errors)
+    told = {i: row.shaper.error for i, row in enumerate(batch.sampled) if row.shaper is not None}
+    errors |= {i: error for i, error in told.items() if error}
     return Sampled(tokens, _logprobs(batch, logits, tokens), errors=errors)
 
 
