@@ -66,6 +66,15 @@ class Intake:
         bad = next((token for token in sampling.logit_bias or {} if token >= vocab), None)
         if bad is not None:
             raise RequestError(f"logit_bias: token id {bad} is not in [0, {vocab})", "logit_bias")
+        if sampling.min_tokens and len(sampling.stop_token_ids) >= vocab:
+            self._check_stops(sampling)
+
+    def _check_stops(self, sampling: SamplingParams) -> None:
+        stops = set(sampling.stop_token_ids)
+        if all(token in stops for token in range(self._vocab_size)):
+            raise RequestError(
+                "stop_token_ids has every token, which leaves none for min_tokens", "stop_token_ids"
+            )
 
     def request(
         self,
