@@ -125,6 +125,15 @@ def test_absurd_parameters_are_refused(fields):
     assert caught.value.param == next(iter(fields))
 
 
+def test_stops_that_leave_no_token_for_min_tokens_are_refused(llm):
+    params = SamplingParams(min_tokens=2, stop_token_ids=tuple(range(100_000)))
+    with pytest.raises(RequestError, match="leaves none for min_tokens") as caught:
+        llm.generate([[1]], params)
+    assert caught.value.param == "stop_token_ids"
+    first = SamplingParams(max_tokens=5, stop_token_ids=tuple(range(100_000)))
+    assert llm.generate([[1]], first)[0].finish_reason == "stop"
+
+
 def test_cancelling_at_any_time_leaves_nothing(llm):
     async def one(i):
         params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -169,6 +178,24 @@ def test_a_full_queue_refuses_and_serves_on(model):
         served = [x for x in seen if not isinstance(x, CloverError) and x.finish_reason == "length"]
         assert refused
         assert len(refused) + len(served) == 8
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_refused_sequence_ends_the_others_of_its_prompt(model, caching):
+    params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True, n=8)
+
+    async def run(engine):
+        with pytest.raises(QueueFullError):
+            async for _ in engine.stream([1, 2, 3], params):
+                pass
+        wait_until(lambda: engine.stats().running == 0)
+
+    with LLM(model, max_queue=3, num_blocks=256, enable_prefix_caching=caching) as llm:
+        asyncio.run(run(llm.engine))
+        counters = llm.engine.stats().counters
+        assert sum(counters.aborted.values()) >= 3
+        assert not counters.finished
+        check_idle(llm)
 
 
 def test_close_ends_requests_under_way(model):

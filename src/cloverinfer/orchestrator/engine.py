@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..config.cluster import ClusterConfig, ModelConfig
@@ -129,14 +129,14 @@ class Engine:
         token_ids = self.tokens(prompt)
         self._intake.check(sampling)
         self._check_open()
-        first, *others = self._lives(token_ids, sampling, sink, options or RequestOptions())
+        lives = self._lives(token_ids, sampling, sink, options or RequestOptions())
         # Those that share a prompt wait for the first to read it, and find it in prefix caches.
         if self.config.cache.enable_prefix_caching:
-            first.followers, others = others, []
-        for live in (first, *others):
-            if not self._command(functools.partial(self._admit, live)):
-                self._check_open()
-        return first.group
+            lives[0].followers = lives[1:]
+            del lives[1:]
+        if not self._command(functools.partial(self._admit_all, lives)):
+            self._check_open()
+        return lives[0].group
 
     def _lives(
         self, token_ids: list[int], sampling: SamplingParams, sink: Sink, options: RequestOptions
@@ -319,29 +319,42 @@ class Engine:
         if self._scheduler.dead_roles:
             self.failure = f"{name}: {reason}"
 
-    def _admit(self, live: Live, now: float) -> None:
+    def _admit_all(self, lives: Sequence[Live], now: float) -> None:
+        """Admits sequences of one prompt. Their client is told of one refusal, which ends them all:
+        it hears nothing more."""
+        for live in lives:
+            if not self._admit(live, now):
+                if live.index > 0:  # the first one's name may be another request's
+                    self._abort(live.group, now)
+                return
+
+    def _admit(self, live: Live, now: float) -> bool:
+        """False where it was refused, and its client told so."""
         request = live.request
         try:
             self._check_open()
             if live.index == 0 and (live.group in self._groups or self._desk.holds(live.group)):
                 raise RequestError(f"request id {live.group!r} is in use", "request_id")
             if self._desk.hold(live, now):
-                return
+                return True
             self._scheduler.add(request, now)
         except CloverError as problem:
             self._hand(live, problem)
-            return
+            return False
         self._live[request.number] = live
         self._groups.setdefault(live.group, set()).add(request.number)
+        return True
 
     def _release(self, released: Released, now: float) -> None:
         """Admits, or refuses, requests whose grammars were waited for."""
         lives, problem = released
+        refused: set[str] = set()
         for live in lives:
-            if problem is None:
-                self._admit(live, now)
-            else:
+            if problem is not None:
                 self._hand(live, problem)
+            elif live.group not in refused and not self._admit(live, now):
+                refused.add(live.group)
+                self._abort(live.group, now)
 
     def _abort(self, request_id: str, now: float) -> None:
         for live in self._desk.withdraw(request_id):
@@ -420,8 +433,7 @@ class Engine:
 
     def _begin_followers(self, live: Live, now: float) -> None:
         followers, live.followers = live.followers, []
-        for other in followers:
-            self._admit(other, now)
+        self._admit_all(followers, now)
 
     def _leave_group(self, live: Live) -> None:
         group = self._groups[live.group]
