@@ -223,14 +223,20 @@ def test_a_model_for_all_excludes_a_list(tmp_path: Path) -> None:
         load_config(two(tmp_path), {"model": {"model_path": "x"}}, environ={})
 
 
-def test_generate_takes_no_list(
-    engines: list[Any],
-    tmp_path: Path,
-    capsys: Any,
+@pytest.mark.parametrize("command", [["generate", "x"], ["bench", "offline"]])
+def test_commands_that_run_one_model_take_no_list(
+    engines: list[Any], tmp_path: Path, capsys: Any, command: list[str]
 ) -> None:
-    assert cli.main(["generate", "x", "--config", str(two(tmp_path))]) == 2
-    assert "lists several models" in capsys.readouterr().err
+    assert cli.main([*command, "--config", str(two(tmp_path))]) == 2
+    assert "lists several models (small, big)" in capsys.readouterr().err
     assert engines == []
+
+
+def test_a_list_of_one_model_is_that_model(engines: list[Any], tmp_path: Path) -> None:
+    path = two(tmp_path, "models: [{model: {model_path: a}, cache: {block_size: 64}}]")
+    assert cli.main(["generate", "x", "--quiet", "--config", str(path)]) == 0
+    assert engines[0].model.model_path == "a"
+    assert engines[0].cluster.cache.block_size == 64
 
 
 def test_models_are_served_side_by_side(tmp_path: Path) -> None:

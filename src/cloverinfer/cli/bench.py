@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..bench.names import ARRIVALS, ENDPOINTS, PROMPT_FORMS, WORKLOADS
 from ..core.errors import ConfigError
-from .engines import running
+from .engines import only_model, running
 from .flags import add_common, config_of
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _headers(args: argparse.Namespace) -> dict[str, str]:
 def run_offline(args: argparse.Namespace) -> int:
     from ..bench import offline, plan, session
 
-    config = config_of(args)
+    config = only_model(config_of(args))
     slo, load = _slo(args), _load(args)
     with running(config, args.quiet) as engine:
         what = plan.make(load, _writer(args, engine.tokenizer))

@@ -9,13 +9,23 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..config import Config, ServedModel
+from ..core.errors import ConfigError
 
 if TYPE_CHECKING:
     from ..orchestrator.llm import AsyncLLM
 
 
+def only_model(config: Config) -> ServedModel:
+    """The one model that a command runs, which a file may list; ``ConfigError`` where it lists
+    several."""
+    if len(config.models) > 1:
+        names = ", ".join((one.names or (one.model.model_path,))[0] for one in config.models)
+        raise ConfigError(f"the file lists several models ({names}), which serve alone can run")
+    return config.models[0]
+
+
 @contextlib.contextmanager
-def running(config: Config | ServedModel, quiet: bool) -> Iterator[AsyncLLM]:
+def running(config: ServedModel, quiet: bool) -> Iterator[AsyncLLM]:
     """A running engine, closed whatever happens; signals wait while it closes."""
     progress = None if quiet else _progress
     if not quiet:

@@ -8,10 +8,10 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import CloverError, ConfigError, RequestError
+from ..core.errors import CloverError, RequestError
 from ..core.logprobs import TokenLogprobs
 from ..core.sampling import SamplingParams
-from .engines import running
+from .engines import only_model, running
 from .flags import add_common, config_of
 from .sampling import add_sampling, add_structured, sampling_of
 
@@ -40,9 +40,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = config_of(args)
-    if len(config.models) > 1:
-        raise ConfigError(f"{args.config} lists several models, which serve alone can run")
+    config = only_model(config_of(args))
     sampling = sampling_of(args)
     text = _read_prompt(args.prompt)
     with running(config, args.quiet) as engine:
