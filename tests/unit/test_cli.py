@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -228,6 +229,19 @@ def test_a_signal_ends_in_order(number: signal.Signals, status: int) -> None:
     assert process.returncode == status
     assert "closed, aborted 1" in err
     assert "Traceback" not in err
+
+
+def test_sigterm_ends_a_command_on_an_event_loop() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(30)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with start("bench", "serve", "--base-url", url) as process:
+            connection, _ = silent.accept()  # the loop runs, and waits for an answer
+            with connection:
+                process.send_signal(signal.SIGTERM)
+                _, err = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert err == ""
 
 
 def test_a_closed_pipe_ends_quietly() -> None:

@@ -17,8 +17,10 @@ EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
-class _Terminated(BaseException):
-    """SIGTERM arrived; not an ``Exception``, so that nothing on the way takes it for a failure."""
+class _Terminated(SystemExit):
+    """SIGTERM arrived. A ``SystemExit``: nothing on the way takes it for a failure, and event
+    loops, which log whatever else a signal handler raises and go on, end with it.
+    """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
