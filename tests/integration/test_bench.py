@@ -284,6 +284,20 @@ async def _run(
     return process.returncode, out.decode(), err.decode()
 
 
+@pytest.mark.parametrize("given", ["{}", "{}/", "{}/v1", "{}/v1/"])
+def test_addresses_as_people_write_them(given: str) -> None:
+    assert client.address(given.format("127.0.0.1:80")) == "http://127.0.0.1:80"
+    assert client.address(given.format("https://a.b/llm")) == "https://a.b/llm"
+
+
+def test_the_key_comes_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert client.authorization() == {}
+    monkeypatch.setenv("OPENAI_API_KEY", "a")
+    assert client.authorization() == {"Authorization": "Bearer a"}
+    assert client.authorization("b") == {"Authorization": "Bearer b"}
+
+
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
@@ -293,6 +307,7 @@ async def _run(
         (["--max-concurrency", "0"], "--max-concurrency"),
         (["--request-rate", "0"], "--request-rate"),
         (["--base-url", "http://127.0.0.1:9"], "does not answer"),
+        (["--base-url", "http://"], "no address of a server"),
     ],
 )
 def test_wrong_flags_say_what_is_wrong(flags: list[str], part: str, capsys: Any) -> None:

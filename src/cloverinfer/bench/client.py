@@ -7,6 +7,7 @@ it: two events in one read have one time.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,6 +71,7 @@ class Target:
     """The server, and what every request asks of it."""
 
     base_url: str
+    """As ``address`` makes it: without a slash at its end."""
     model: str
     backend: str = "openai"
     endpoint: str | None = None
@@ -86,7 +88,7 @@ class Target:
 
     @property
     def url(self) -> str:
-        return self.base_url.rstrip("/") + (self.endpoint or ENDPOINTS[self.backend])
+        return self.base_url + (self.endpoint or ENDPOINTS[self.backend])
 
     def body(self, sample: Sample) -> bytes:
         asked: dict[str, Any] = {"model": self.model, "max_tokens": sample.output_tokens}
@@ -219,13 +221,25 @@ def session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, auto_decompress=True, read_bufsize=1 << 18)
 
 
+def address(given: str) -> str:
+    """The server's base address from HOST:PORT or a URL, with or without the ``/v1`` at its end."""
+    url = given if "://" in given else f"http://{given}"
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def authorization(key: str | None = None) -> dict[str, str]:
+    """The header of a bearer token; without a key that of ``OPENAI_API_KEY``, where it is set."""
+    key = key or os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 async def wait_ready(
     http: aiohttp.ClientSession, base_url: str, headers: Mapping[str, str], seconds: float
 ) -> list[str]:
     """The names of the server's models, once it answers. ``ConfigError`` when it does not."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
-    url = base_url.rstrip("/") + "/v1/models"
+    url = f"{base_url}/v1/models"
     while True:
         try:
             timeout = aiohttp.ClientTimeout(total=max(1.0, seconds))
@@ -235,11 +249,15 @@ async def wait_ready(
                     return [str(row["id"]) for row in rows]
                 problem = _refused(response.status, await response.text())
                 if response.status in (401, 403):
-                    raise ConfigError(f"{url}: {problem}: give --api-key")
+                    raise ConfigError(f"{url}: {problem}: give --api-key or OPENAI_API_KEY")
+        except aiohttp.InvalidURL as error:
+            raise ConfigError(
+                f"{base_url!r} is no address of a server: HOST:PORT or URL"
+            ) from error
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             problem = str(error) or type(error).__name__
         except (msgspec.MsgspecError, KeyError, TypeError) as error:
             raise ConfigError(f"{url} is no OpenAI-compatible server: {error}") from error
         if loop.time() > deadline:
-            raise ConfigError(f"{url} does not answer: {problem}")
+            raise ConfigError(f"{url} does not answer: {problem}; is the server running?")
         await asyncio.sleep(0.2)

@@ -47,11 +47,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 async def _run(args: argparse.Namespace) -> Summary:
-    url = args.host if "://" in args.host else f"http://{args.host}"
+    url = client.address(args.host)
     async with client.session() as http:
-        names = await client.wait_ready(http, url, {}, 10.0)
+        headers = client.authorization()
+        names = await client.wait_ready(http, url, headers, 10.0)
         model = args.model or (names[0] if names else "")
-        target = client.Target(url, model, extra_body={"temperature": 0, "ignore_eos": True})
+        extra = {"temperature": 0, "ignore_eos": True}
+        target = client.Target(url, model, extra_body=extra, headers=headers)
         sender = client.HttpSender(http, target)
         plan = Plan([Sample(args.prompt, args.tokens)] * args.num, [0.0] * args.num)
         outcome = await session.measure(sender, plan, MODES[args.mode], 1, quiet=True)

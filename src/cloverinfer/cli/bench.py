@@ -52,7 +52,11 @@ def add(commands: Any) -> None:
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("server").add_argument
-    add("--base-url", metavar="URL", help="the server (default: from --host and --port)")
+    add(
+        "--base-url",
+        metavar="URL",
+        help="URL or HOST:PORT of the server (default: by --host and --port)",
+    )
     add("--host", default="127.0.0.1", metavar="HOST", help="its host (default: 127.0.0.1)")
     add("--port", type=int, default=8000, metavar="N", help="its TCP port (default: 8000)")
     text = "completions or chats (default: openai)"
@@ -60,7 +64,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     add("--endpoint", metavar="PATH", help="path on it (default: the backend's own)")
     add("--model", metavar="NAME", help="as the server calls it (default: its first)")
     add("--tokenizer", metavar="MODEL", help="model whose tokenizer makes and counts prompts")
-    add("--api-key", metavar="KEY", help="sent as a bearer token")
+    add("--api-key", metavar="KEY", help="bearer token (default: OPENAI_API_KEY)")
     add("--header", action="append", default=[], metavar="NAME=VALUE", help="repeatable")
     add("--extra-body", type=_json, default={}, metavar="JSON", help="more fields of each body")
     text = "seconds that one request may take (default: 600)"
@@ -158,7 +162,7 @@ async def _serve(
 ) -> tuple[Target, Outcome]:
     from ..bench import client, session
 
-    url = args.base_url or f"http://{args.host}:{args.port}"
+    url = client.address(args.base_url or f"{args.host}:{args.port}")
     headers = _headers(args)
     async with client.session() as http:
         patience = args.ready_check_timeout_sec
@@ -184,7 +188,9 @@ async def _serve(
 
 
 def _headers(args: argparse.Namespace) -> dict[str, str]:
-    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    from ..bench.client import authorization
+
+    headers = authorization(args.api_key)
     for one in args.header:
         name, equals, value = one.partition("=")
         if not equals:
