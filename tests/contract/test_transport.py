@@ -117,6 +117,12 @@ def test_memory_that_cannot_be_registered_is_refused(make: Make, memory: int | m
         make("a").register(memory)
 
 
+def test_memory_that_no_host_has_is_refused(make: Make) -> None:
+    for nbytes in (1 << 62, 1 << 80):
+        with pytest.raises(TransportError, match=r"smaller pools"):
+            make("a").register(nbytes)
+
+
 def test_puts_into_a_closed_region_fail(pair: tuple[Endpoint, Endpoint]) -> None:
     way = Way(*pair, nbytes=4096)
     way.put(1)
@@ -300,20 +306,36 @@ def test_bad_arguments_are_refused_and_move_nothing(pair: tuple[Endpoint, Endpoi
     for index in (np.zeros((1, 2), np.int64), np.zeros((2, 3), np.int32), np.zeros(2, np.int32)):
         with pytest.raises(ValueError, match="index must"):
             way.sender.put(way.ranges, index, 0)
-    for notice in (-1, 1 << 32):
+    for notice in (-1, 1 << 32, 1.5, "1", None):
         with pytest.raises(ValueError, match="32 bits"):
-            way.sender.put(way.ranges, rows((0, 0)), notice)
+            way.sender.put(way.ranges, rows((0, 0)), notice)  # type: ignore[arg-type]
     assert not pair[1].poll(0.05)
     assert not array(way.target).any()
+
+
+def test_notices_of_every_kind_of_integer(pair: tuple[Endpoint, Endpoint]) -> None:
+    way = Way(*pair, nbytes=64)
+    wanted = [0, 5, 7, (1 << 32) - 1]
+    for number, kind in zip(wanted, (np.int32, np.int64, np.uint8, np.uint32), strict=True):
+        way.put(kind(number))  # type: ignore[arg-type]
+    arrived = [notice for _, notice in collect(pair[1], notices=4).notices]
+    assert arrived == wanted
+    assert {type(notice) for notice in arrived} == {int}
 
 
 def test_bad_slices_are_refused(pair: tuple[Endpoint, Endpoint]) -> None:
     a, b = pair
     way = Way(a, b, nbytes=100)
-    for bad in (offsets(0, 93), offsets(-1)):
+    for bad in (offsets(0, 93), offsets(-1), offsets((1 << 63) - 1), offsets(-1 << 63)):
         for region in (way.source, way.target.ref):
             with pytest.raises(ValueError, match="outside"):
                 Slices(region, bad, 8)
+    for not_offsets in ([0], 0, None):
+        with pytest.raises(ValueError, match="array"):
+            Slices(way.source, not_offsets, 8)  # type: ignore[arg-type]
+    for length in (-1, 8.0, 1 << 70):
+        with pytest.raises(ValueError, match=r"length|outside"):
+            Slices(way.source, offsets(0), length)  # type: ignore[arg-type]
     local, remote = Slices(way.source, offsets(0), 8), Slices(way.target.ref, offsets(0), 8)
     with pytest.raises(ValueError, match="differ"):
         a.prepare(way.peer, local, Slices(way.target.ref, offsets(0), 9))
@@ -325,6 +347,7 @@ def test_bad_slices_are_refused(pair: tuple[Endpoint, Endpoint]) -> None:
         a.prepare(way.peer, Slices(way.source, np.array([0.5]), 8), remote)
     for ref in (
         RegionRef(b.address(), "g999", 100),
+        RegionRef(b.address(), "g" + 30 * "9", 100),
         RegionRef(b.address(), way.target.ref.name, 1 << 20),
     ):
         assert ref.name in way_error(a, way.peer, local, Slices(ref, offsets(0), 8))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -284,6 +286,28 @@ def test_closed_endpoint_refuses_everything(pair: tuple[Endpoint, Endpoint]) -> 
     for call in calls:
         with pytest.raises(TransportError, match="closed"):
             call()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_closing_in_a_forked_process_leaves_the_endpoint_alone(
+    pair: tuple[Endpoint, Endpoint],
+) -> None:
+    way = Way(*pair, nbytes=64)
+    child = os.fork()
+    if child == 0:
+        try:
+            for endpoint in pair:
+                endpoint.close()
+        finally:
+            os._exit(0)
+    end = time.monotonic() + PATIENCE
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    way.put(1)
+    assert collect(pair[1], notices=1).notices[0][1] == 1
+    assert time.monotonic() < end, "the child hung"
 
 
 @pytest.mark.ray

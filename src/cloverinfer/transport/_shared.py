@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import time
 from collections.abc import Callable
 
@@ -14,6 +15,8 @@ from .base import DeviceMemory, Peer, Ranges, Region, RegionRef, Slices
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Far more than any plan; a longer message is a mistake of ours."""
+MOST_REGION_BYTES = 1 << 62
+"""Sizes beyond it fit no system call."""
 LONGEST_WAIT = 1e6
 """Seconds; what "for ever" is cut down to, so that every primitive can take it."""
 
@@ -89,9 +92,12 @@ def check_put_bytes(ranges: Ranges, index: npt.NDArray[np.int32], limit: int) ->
         raise TransportError(f"a put of {nbytes} bytes; at most {limit} can be put at once")
 
 
-def check_notice(notice: int) -> None:
-    if not 0 <= notice < 1 << 32:
+def checked_notice(notice: int) -> int:
+    """``notice`` as Python's own number, whichever library's integer it was; ``ValueError`` for
+    what is no notice."""
+    if not hasattr(notice, "__index__") or not 0 <= notice < 1 << 32:
         raise ValueError(f"a notice is 32 bits, from 0 to 2^32 - 1, not {notice}")
+    return int(notice)
 
 
 def check_no_event(after: int | None) -> None:
@@ -125,12 +131,25 @@ def check_region_open(region: OwnRegion) -> None:
 def allocate(nbytes: int) -> memoryview:
     """Zeroed, page-aligned memory of this process."""
     check_size(nbytes)
-    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    try:
+        return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    except OSError as error:
+        raise TransportError(
+            f"this host does not give {nbytes} bytes of memory: {error}; configure smaller pools"
+        ) from error
+
+
+def is_forked(owner: int) -> bool:
+    """Whether this process is not ``owner``, in which an endpoint was made: here are copies of its
+    sockets and mappings, but its threads are there, and so are its peers' regions."""
+    return os.getpid() != owner
 
 
 def check_size(nbytes: int) -> None:
     if nbytes <= 0:
         raise ValueError(f"a region has at least one byte, not {nbytes}")
+    if nbytes > MOST_REGION_BYTES:
+        raise TransportError(f"no host has {nbytes} bytes of memory; configure smaller pools")
 
 
 def callers_memory(memory: memoryview | DeviceMemory) -> memoryview:

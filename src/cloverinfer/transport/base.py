@@ -91,9 +91,16 @@ class Slices:
     length: int
 
     def __post_init__(self) -> None:
+        if not isinstance(self.offsets, np.ndarray) or not isinstance(
+            self.length, (int, np.integer)
+        ):
+            raise ValueError("slices have a numpy array of offsets and a whole number as length")
         size = self.region.nbytes if isinstance(self.region, RegionRef) else self.region.ref.nbytes
-        if len(self.offsets) and (
-            self.offsets.min() < 0 or self.offsets.max() + self.length > size
+        if self.length < 0:
+            raise ValueError(f"slices have a length of 0 or more, not {self.length}")
+        # As Python's own numbers, which do not overflow.
+        if self.offsets.size and (
+            int(self.offsets.min()) < 0 or int(self.offsets.max()) + self.length > size
         ):
             raise ValueError(
                 f"slices of {self.length} bytes reach outside a region of {size} bytes"
@@ -199,4 +206,8 @@ class Endpoint(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Closes regions and connections and removes every trace; calling it twice is fine."""
+        """Closes regions and connections and removes every trace; calling it twice is fine.
+
+        In a process that was forked off the endpoint's it does nothing: what is there is not its
+        own.
+        """

@@ -35,12 +35,13 @@ from ._shared import (
     OffsetRanges,
     OwnRegion,
     check_index,
-    check_notice,
     check_prepare,
     check_put_bytes,
     check_region_open,
+    checked_notice,
     deadline_after,
     index_array,
+    is_forked,
     seconds_left,
 )
 from ._shm_files import start_time
@@ -246,7 +247,7 @@ class CudaIpcEndpoint(ShmEndpoint):
                 return super().put(ranges, index, notice, timeout)
             ranges = self._through_device(ranges)
         assert isinstance(ranges, CudaRanges)
-        check_notice(notice)
+        notice = checked_notice(notice)
         index = index_array(index)
         check_index(ranges, index)
         check_put_bytes(ranges, index, self.capabilities.max_put_bytes)
@@ -390,7 +391,7 @@ class CudaIpcEndpoint(ShmEndpoint):
 
     def close(self) -> None:
         """Waits for copies that are under way: the receivers are to have them."""
-        if self._closed:
+        if self._closed or is_forked(self._owner):
             return
         deadline = deadline_after(_ENDING)
         for lane in self._lanes.values():

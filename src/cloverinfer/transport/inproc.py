@@ -23,10 +23,10 @@ from ._shared import (
     callers_memory,
     check_message,
     check_no_event,
-    check_notice,
     check_prepare,
     check_put_bytes,
     check_region_open,
+    checked_notice,
     deadline_after,
     index_array,
     seconds_left,
@@ -156,7 +156,7 @@ class InprocEndpoint(Endpoint):
     ) -> Ticket:
         self._check_open()
         assert isinstance(ranges, InprocRanges)
-        check_notice(notice)
+        notice = checked_notice(notice)
         check_no_event(after)
         index = index_array(index)
         check_put_bytes(ranges, index, self.capabilities.max_put_bytes)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import secrets
 import threading
 import weakref
@@ -35,12 +36,13 @@ from ._shared import (
     check_index,
     check_message,
     check_no_event,
-    check_notice,
     check_prepare,
     check_put_bytes,
     check_region_open,
+    checked_notice,
     deadline_after,
     index_array,
+    is_forked,
     seconds_left,
 )
 from .base import (
@@ -163,6 +165,7 @@ class NixlEndpoint(Endpoint):
             raise TransportError(f"the nixl transport cannot be used: {reason}")
         self.name = name
         self._closed = False
+        self._owner = os.getpid()
         self._registered = 0
         self._regions: dict[str, NixlRegion] = {}
         self._regions_lock = threading.Lock()
@@ -309,7 +312,7 @@ class NixlEndpoint(Endpoint):
         self._check_open()
         assert isinstance(ranges, NixlRanges)
         assert isinstance(ranges.peer, NixlPeer)
-        check_notice(notice)
+        notice = checked_notice(notice)
         check_no_event(after)
         index = index_array(index)
         check_index(ranges, index)
@@ -389,7 +392,7 @@ class NixlEndpoint(Endpoint):
 
     def close(self) -> None:
         """Regions go first, while peers can still be asked; the agent last."""
-        if self._closed:
+        if self._closed or is_forked(self._owner):
             return
         self._closed = True
         _open_endpoints.discard(self)

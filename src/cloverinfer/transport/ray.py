@@ -32,12 +32,13 @@ from ._shared import (
     check_index,
     check_message,
     check_no_event,
-    check_notice,
     check_prepare,
     check_put_bytes,
     check_region_open,
+    checked_notice,
     deadline_after,
     index_array,
+    is_forked,
     seconds_left,
 )
 from .base import (
@@ -179,6 +180,7 @@ class RayEndpoint(Endpoint):
         self.dropped = 0
         self._actor_name = f"cloverinfer-{os.getpid()}-{secrets.token_hex(6)}"
         self._address = f"ray://{self._actor_name}"
+        self._owner = os.getpid()
         self._closed = False
         self._registered = 0
         self._regions: dict[str, OwnRegion] = {}
@@ -238,7 +240,7 @@ class RayEndpoint(Endpoint):
     ) -> Ticket:
         self._check_open()
         assert isinstance(ranges, RayRanges)
-        check_notice(notice)
+        notice = checked_notice(notice)
         check_no_event(after)
         index = index_array(index)
         check_put_bytes(ranges, index, self.capabilities.max_put_bytes)
@@ -310,7 +312,7 @@ class RayEndpoint(Endpoint):
         return True
 
     def close(self) -> None:
-        if self._closed:
+        if self._closed or is_forked(self._owner):
             return
         self._closed = True
         for region in list(self._regions.values()):

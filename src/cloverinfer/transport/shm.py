@@ -28,13 +28,14 @@ from ._shared import (
     callers_memory,
     check_message,
     check_no_event,
-    check_notice,
     check_prepare,
     check_put_bytes,
     check_region_open,
     check_size,
+    checked_notice,
     deadline_after,
     index_array,
+    is_forked,
     seconds_left,
 )
 from ._shm_files import (
@@ -150,6 +151,7 @@ class ShmEndpoint(Endpoint):
     def __init__(self, name: str, network: NetworkConfig | None = None) -> None:
         self.name = name
         self._copy_threads = (network or NetworkConfig()).copy_threads or _copy_threads()
+        self._owner = os.getpid()
         self._threads: _native.CopyThreads | None = None
         self._prefix = new_prefix()
         self._address = f"{self.capabilities.name}://{self._prefix}"
@@ -252,7 +254,7 @@ class ShmEndpoint(Endpoint):
     ) -> Ticket:
         self._check_open()
         assert isinstance(ranges, ShmRanges)
-        check_notice(notice)
+        notice = checked_notice(notice)
         check_no_event(after)
         index = index_array(index)
         check_put_bytes(ranges, index, self.capabilities.max_put_bytes)
@@ -370,7 +372,7 @@ class ShmEndpoint(Endpoint):
                 peer.lock.release()
 
     def close(self) -> None:
-        if self._closed:
+        if self._closed or is_forked(self._owner):
             return
         self._closed = True
         self._reader.close()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -35,12 +36,13 @@ from ._shared import (
     callers_memory,
     check_message,
     check_no_event,
-    check_notice,
     check_prepare,
     check_put_bytes,
     check_region_open,
+    checked_notice,
     deadline_after,
     index_array,
+    is_forked,
     seconds_left,
 )
 from ._tcp_accept import Acceptor
@@ -62,6 +64,7 @@ from .base import (
 
 __all__ = ["TcpEndpoint", "missing", "whoever_listens"]
 
+_REGION = re.compile(r"g\d{1,18}", re.ASCII)
 MOST_LOOPS = 4
 """Threads of one endpoint that move bytes."""
 LINGER = 5.0
@@ -119,6 +122,7 @@ class TcpEndpoint(Endpoint):
         network = network or NetworkConfig()
         self.name = name
         self._streams = network.tcp_streams
+        self._owner = os.getpid()
         self._secret = Secret(network.secret)
         self._closed = False
         self._lock = threading.Lock()
@@ -222,7 +226,7 @@ class TcpEndpoint(Endpoint):
         check_prepare(self.address(), peer, local, remote)
         assert isinstance(remote.region, RegionRef)
         ref = remote.region
-        if not (ref.name.startswith("g") and ref.name[1:].isascii() and ref.name[1:].isdigit()):
+        if not _REGION.fullmatch(ref.name):
             raise TransportError(f"region {ref.name} of {ref.address} is no region over tcp")
         number = int(ref.name[1:])
         ranges = TcpRanges(peer, local, remote, number)
@@ -244,7 +248,7 @@ class TcpEndpoint(Endpoint):
     ) -> Ticket:
         self._check_open()
         assert isinstance(ranges, TcpRanges)
-        check_notice(notice)
+        notice = checked_notice(notice)
         check_no_event(after)
         index = index_array(index)
         check_put_bytes(ranges, index, self.capabilities.max_put_bytes)
@@ -306,7 +310,7 @@ class TcpEndpoint(Endpoint):
         return ticket
 
     def close(self) -> None:
-        if self._closed:
+        if self._closed or is_forked(self._owner):
             return
         self._closed = True
         self._acceptor.stop()
