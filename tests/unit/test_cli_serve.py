@@ -117,6 +117,10 @@ def test_a_list_of_keys_comes_from_the_environment() -> None:
     assert config.server.api_key == ("k1", "k2")
     assert "k1" not in repr(config)
     assert load_config(overrides={"server": {"api_key": "one"}}).server.api_key == ("one",)
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides={"server": {"api_key": ["k1", ""]}}, environ={})
+    assert "server.api_key must be non-empty" in str(caught.value)
+    assert "k1" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

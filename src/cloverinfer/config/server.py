@@ -117,5 +117,6 @@ def _as_tuple(where: str, config: msgspec.Struct, field: str) -> None:
     value = getattr(config, field)
     values = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(one, str) and one for one in values):
-        raise ConfigError(f"{where}.{field} must be non-empty strings, not {value!r}")
+        # Not with the value, which may be keys.
+        raise ConfigError(f"{where}.{field} must be non-empty strings; one of them is not")
     msgspec.structs.force_setattr(config, field, values)
