@@ -8,6 +8,12 @@ from tests.same_tokens import Case, check, reference, run
 from tests.tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
 
+from cloverinfer import LLM, ModelConfig, SamplingParams
+from cloverinfer.config.network import NetworkConfig
+from cloverinfer.core.errors import CloverError
+from cloverinfer.transport import tcp
+from cloverinfer.transport.tcp import TcpEndpoint
+
 pytestmark = pytest.mark.timeout(600)
 MAX_TOKENS = 12
 LENGTHS = [1, 15, 16, 17, 33, 64, 5, 9]
@@ -54,3 +60,34 @@ def test_same_tokens_over_tcp(
         **nodes,
     )
     check(cases, outputs)
+
+
+def cut(there: TcpEndpoint, other: TcpEndpoint) -> None:
+    """Ends the link that leads from one to the other, as a put that missed its deadline does."""
+    peer = there._peers[other.address()]
+    assert peer.link is not None
+    there._engine.drop_outgoing(peer.link)
+
+
+@pytest.mark.parametrize(("there", "other"), [("dense-0", "attention-0"),
+                         ("attention-0", "dense-0"), ("prefill-0", "attention-0")])  # fmt: skip
+def test_links_between_nodes_that_live_are_made_anew(
+    tiny: tuple[str, list[Case]], monkeypatch: pytest.MonkeyPatch, there: str, other: str
+) -> None:
+    made: dict[str, TcpEndpoint] = {}
+
+    class Kept(TcpEndpoint):
+        def __init__(self, name: str, network: NetworkConfig | None = None) -> None:
+            super().__init__(name, network)
+            made[name] = self
+
+    monkeypatch.setattr(tcp, "TcpEndpoint", Kept)
+    greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    options = {"topology": "pda", "executor": "local", "transport": "tcp", "step_timeout": 20.0}
+    with LLM(ModelConfig(model_path=tiny[0], dtype="float32"), num_blocks=50, **options) as llm:
+        (wanted,) = llm.generate([[1, 2, 3]], greedy)
+        cut(made[there], made[other])
+        with pytest.raises(CloverError, match=f"{other}|{there}"):
+            llm.generate([[1, 2, 3]], greedy)
+        (again,) = llm.generate([[1, 2, 3]], greedy)
+    assert again.token_ids == wanted.token_ids

@@ -194,12 +194,14 @@ class AttentionNode(Node):
             ticket = self.endpoint.put(
                 source.ranges[plan.lane], step.index, pack_hop(plan.lane, plan.step, layer)
             )
-            self.watch(ticket, lambda problem: self._fail(plan, problem))
+            self.watch(ticket, lambda problem: self._cut(plan, problem))
+        except TransportError as problem:
+            self._steps.pop(key, None)
+            self._cut(plan, problem)
         except Exception as problem:
             log.exception("%s: attention of layer %d failed", self.config.name, layer)
             self._steps.pop(key, None)
             self._fail(plan, problem)
-            return
 
     def _append_and_attend(self, layer: int, step: _Step) -> None:
         q, k, v = step.there.qkv(layer)
@@ -224,6 +226,12 @@ class AttentionNode(Node):
                 step.calls * count * self._out.row_bytes,
             )
         )
+
+    def _cut(self, plan: AttentionPlan, problem: Exception) -> None:
+        """A hop did not get back to its dense node, which is told so where it still can be."""
+        log.warning("%s: a hop to %s was lost: %s", self.config.name, plan.source, problem)
+        self.reconnect(plan.source)
+        self._fail(plan, problem)
 
     def _fail(self, plan: AttentionPlan, problem: Exception) -> None:
         """Tells the dense node, which ends the step once no other attention node works on it."""

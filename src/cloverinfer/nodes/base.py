@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 WIRE_VERSION = "1"
 POLL_SECONDS = 0.5
 """How long a poll may wait; only bounds how soon ``stop`` from another thread is seen."""
+MEND_SECONDS = 2.0
+"""How long connecting anew may keep a node from its work."""
 
 
 class Node(ABC):
@@ -139,6 +141,18 @@ class Node(ABC):
             self._links[name] = self.endpoint.connect(address)
             self._names[address] = name
         return self._links[name]
+
+    def reconnect(self, name: str) -> bool:
+        """After something to the node called ``name`` was lost: a wire that lost a put ends its
+        connection until it is made anew, and where the node lives, what follows shall reach it.
+        False where it does not.
+        """
+        try:
+            self.endpoint.connect(self.peers[name].address, MEND_SECONDS)
+        except TransportError as problem:
+            log.warning("%s: %s cannot be reached: %s", self.config.name, name, problem)
+            return False
+        return True
 
     def name_of(self, peer: Peer) -> str:
         """Name of the node at the other end; empty for a stranger."""

@@ -225,6 +225,7 @@ class DecodeDenseNode(Node):
             try:
                 self._put(lane, segment)
             except TransportError as problem:
+                self.reconnect(segment.home)
                 self._lost(lane, segment.home, str(problem))
 
     def _put(self, lane: _Lane, segment: _Segment) -> None:
@@ -237,6 +238,7 @@ class DecodeDenseNode(Node):
         layer = lane.layer
 
         def on_error(problem: Exception) -> None:
+            self.reconnect(segment.home)
             if lane.layer == layer and segment.home in lane.waiting:
                 self._lost(lane, segment.home, str(problem))
 

@@ -35,8 +35,6 @@ from .staged_push import StagedPusher
 from .staging import is_staged
 
 log = logging.getLogger(__name__)
-MEND_SECONDS = 2.0
-"""How long connecting anew may keep the node from its work."""
 
 
 @dataclass
@@ -196,13 +194,12 @@ class PrefillNode(LocalNode):
         self.report(step_done(self.config.name, step.plan, step.sampled, stats))
 
     def _mend(self, name: str) -> None:
-        """A receiver could not be reached. Where it lives, later requests shall reach it: a wire
-        that lost a put ends its connection until it is made anew."""
+        """A receiver could not be reached. Where it lives, later requests shall reach it."""
+        staged = self._staged.get(self.peers[name].address)
+        if not self.reconnect(name) or staged is None:
+            return
         try:
-            self.endpoint.connect(self.peers[name].address, MEND_SECONDS)
-            staged = self._staged.get(self.peers[name].address)
-            if staged is not None:
-                staged.mend()
+            staged.mend()
         except TransportError as problem:
             log.warning("%s: %s cannot be reached: %s", self.config.name, name, problem)
 
