@@ -261,6 +261,23 @@ def test_the_oldest_of_many_strangers_makes_way(
         assert 32 <= a.dropped <= 40
 
 
+def test_dialler_that_had_to_make_way_comes_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, answer = make(), _tcp_accept.Acceptor._answer
+    crowd = [1, 1]
+
+    def crowded(self: _tcp_accept.Acceptor, guest: _tcp_accept._Guest) -> None:
+        if crowd:
+            crowd.pop()
+            raise TransportError("too many others came after it")
+        answer(self, guest)
+
+    monkeypatch.setattr(_tcp_accept.Acceptor, "_answer", crowded)
+    serves(a)
+    assert a.dropped == 2
+
+
 # -- growth
 
 

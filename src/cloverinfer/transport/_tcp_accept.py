@@ -115,7 +115,8 @@ class Acceptor:
         return IDLE
 
     def _take_all(self) -> None:
-        while True:
+        # No more in one turn than may wait: who means well is heard before others push it out.
+        for _ in range(max(1, MOST_UNPROVEN // 4)):
             try:
                 sock, where = self._listener.accept()
             except BlockingIOError:

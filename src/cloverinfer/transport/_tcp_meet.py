@@ -17,7 +17,8 @@ import hmac
 import secrets
 import socket
 import struct
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from ..core.errors import DeadlineError, TransportError
@@ -34,6 +35,14 @@ _CHALLENGE = struct.Struct("<8sII32s32s")
 _VERDICT = struct.Struct("<8sI")
 HELLO_BYTES, CHALLENGE_BYTES, PROOF_BYTES = _HELLO.size, _CHALLENGE.size, 32
 MOST_STREAMS = 64
+TRIES = 5
+"""Of a connection whose listener ends it before its verdict."""
+PAUSE = 0.05
+"""Seconds between two of them."""
+
+
+class _DroppedError(TransportError):
+    """The listener ended the connection without a word."""
 
 
 class Verdict(IntEnum):
@@ -148,9 +157,7 @@ def dial(
                 secrets.token_bytes(32),
                 mine,
             )
-            opened.append(_connect(theirs, deadline))
-            _introduce(opened[-1], hello.pack(), secret, deadline)
-            prepare_socket(opened[-1])
+            opened.append(_meet(theirs, hello, secret, deadline))
     except TimeoutError as error:
         _close_all(opened)
         raise DeadlineError("it did not answer in time") from error
@@ -159,6 +166,27 @@ def dial(
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise TransportError(f"no connection: {reason}") from error
     return opened
+
+
+def _meet(theirs: TcpAddress, hello: Hello, secret: Secret, deadline: float) -> socket.socket:
+    """One connection that the listener has accepted. Where strangers crowd at the port, a listener
+    lets also those go who mean well; they come again."""
+    for left in reversed(range(TRIES)):
+        sock = _connect(theirs, deadline)
+        try:
+            said = replace(hello, nonce=secrets.token_bytes(32)).pack()
+            _introduce(sock, said, secret, deadline)
+            prepare_socket(sock)
+            return sock
+        except (ConnectionError, _DroppedError):
+            sock.close()
+            if not left:
+                raise
+            time.sleep(min(PAUSE, seconds_left(deadline)))
+        except BaseException:
+            sock.close()
+            raise
+    raise AssertionError("the last try returns or raises")
 
 
 def _connect(theirs: TcpAddress, deadline: float) -> socket.socket:
@@ -199,7 +227,7 @@ def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
         sock.settimeout(_left(deadline))
         part = sock.recv(count - len(data))
         if not part:
-            raise TransportError("it closed the connection")
+            raise _DroppedError("it closed the connection")
         data += part
     return data
 
