@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from ..config import ServerConfig
 from ..core.errors import ConfigError
 from .door import Door
+from .head import BoundedHead
 
 GRACE = 2
 """Seconds that the last events may take to leave once all requests are over or cut off."""
@@ -87,6 +88,7 @@ def serve(
         log_level=settings.uvicorn_log_level,
         access_log=False,
         lifespan="off",
+        http=BoundedHead,
         root_path=settings.root_path,
         timeout_graceful_shutdown=GRACE,
         ssl_keyfile=settings.ssl_keyfile,
