@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -236,8 +237,11 @@ def test_sigterm_ends_a_command_on_an_event_loop() -> None:
         silent.settimeout(30)
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with start("bench", "serve", "--base-url", url) as process:
-            connection, _ = silent.accept()  # the loop runs, and waits for an answer
+            connection, _ = silent.accept()
             with connection:
+                connection.settimeout(30)
+                assert connection.recv(1 << 16).endswith(b"\r\n\r\n")
+                time.sleep(0.2)  # the loop has nothing to do but wait for an answer
                 process.send_signal(signal.SIGTERM)
                 _, err = process.communicate(timeout=20)
     assert process.returncode == 143
