@@ -62,6 +62,24 @@ def test_same_tokens_over_tcp(
     check(cases, outputs)
 
 
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+ONE_HOST = {"executor": "local", "transport": "tcp", "num_blocks": 50, "step_timeout": 20.0}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, TcpEndpoint]:
+    """Endpoints by the names of their nodes."""
+    kept: dict[str, TcpEndpoint] = {}
+
+    class Kept(TcpEndpoint):
+        def __init__(self, name: str, network: NetworkConfig | None = None) -> None:
+            super().__init__(name, network)
+            kept[name] = self
+
+    monkeypatch.setattr(tcp, "TcpEndpoint", Kept)
+    return kept
+
+
 def cut(there: TcpEndpoint, other: TcpEndpoint) -> None:
     """Ends the link that leads from one to the other, as a put that missed its deadline does."""
     peer = there._peers[other.address()]
@@ -72,22 +90,26 @@ def cut(there: TcpEndpoint, other: TcpEndpoint) -> None:
 @pytest.mark.parametrize(("there", "other"), [("dense-0", "attention-0"),
                          ("attention-0", "dense-0"), ("prefill-0", "attention-0")])  # fmt: skip
 def test_links_between_nodes_that_live_are_made_anew(
-    tiny: tuple[str, list[Case]], monkeypatch: pytest.MonkeyPatch, there: str, other: str
+    tiny: tuple[str, list[Case]], made: dict[str, TcpEndpoint], there: str, other: str
 ) -> None:
-    made: dict[str, TcpEndpoint] = {}
-
-    class Kept(TcpEndpoint):
-        def __init__(self, name: str, network: NetworkConfig | None = None) -> None:
-            super().__init__(name, network)
-            made[name] = self
-
-    monkeypatch.setattr(tcp, "TcpEndpoint", Kept)
-    greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-    options = {"topology": "pda", "executor": "local", "transport": "tcp", "step_timeout": 20.0}
-    with LLM(ModelConfig(model_path=tiny[0], dtype="float32"), num_blocks=50, **options) as llm:
-        (wanted,) = llm.generate([[1, 2, 3]], greedy)
+    model = ModelConfig(model_path=tiny[0], dtype="float32")
+    with LLM(model, topology="pda", **ONE_HOST) as llm:
+        (wanted,) = llm.generate([[1, 2, 3]], GREEDY)
         cut(made[there], made[other])
         with pytest.raises(CloverError, match=f"{other}|{there}"):
-            llm.generate([[1, 2, 3]], greedy)
-        (again,) = llm.generate([[1, 2, 3]], greedy)
+            llm.generate([[1, 2, 3]], GREEDY)
+        (again,) = llm.generate([[1, 2, 3]], GREEDY)
+    assert again.token_ids == wanted.token_ids
+
+
+def test_slots_of_a_ring_come_back_over_a_new_link(
+    tiny: tuple[str, list[Case]], made: dict[str, TcpEndpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cloverinfer.nodes.inlet.MIB", 6000)
+    model, prompt = ModelConfig(model_path=tiny[0], dtype="float32"), list(range(1, 65))
+    ring = {"prefill_block_size": 4, "staging_mib": 1, "enable_prefix_caching": False}
+    with LLM(model, topology="pd", **ring, **ONE_HOST) as llm:
+        (wanted,) = llm.generate([prompt], GREEDY)
+        cut(made["decode-0"], made["prefill-0"])
+        (again,) = llm.generate([prompt], GREEDY)
     assert again.token_ids == wanted.token_ids

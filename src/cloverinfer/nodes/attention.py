@@ -23,7 +23,6 @@ from ..wire.messages import (
     HopFailed,
     Message,
     NodeGone,
-    encode,
 )
 from ..wire.notices import STEP_MASK, HopNotice, pack_hop, unpack
 from .base import Node
@@ -141,7 +140,7 @@ class AttentionNode(Node):
             return  # the last hops of a dense node that has died
         failed = self._failed.get(key)
         if failed is not None and failed.step & STEP_MASK == event.step:
-            self._tell(key[0], failed)
+            self.tell(key[0], failed)
             return
         step = self._steps.get(key)
         if step is None or step.plan.step & STEP_MASK != event.step:
@@ -238,13 +237,7 @@ class AttentionNode(Node):
         error = f"{self.config.name}: {describe(problem)}"
         failed = HopFailed(plan.lane, plan.step, error)
         self._failed[plan.source, plan.lane] = failed  # for a hop that is still to come
-        self._tell(plan.source, failed)
-
-    def _tell(self, source: str, failed: HopFailed) -> None:
-        try:
-            self.endpoint.send(self.link(source), encode(failed))
-        except TransportError as gone:
-            log.warning("%s: %s cannot be told: %s", self.config.name, source, gone)
+        self.tell(plan.source, failed)
 
     def _forget_source(self, name: str) -> None:
         """A dense node has died: the blocks that its hops would write to are others' soon."""

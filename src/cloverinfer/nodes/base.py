@@ -12,7 +12,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from ..core.errors import CloverError, ConfigError, PeerGoneError, TransportError, describe
+from ..core.errors import (
+    CloverError,
+    ConfigError,
+    DeadlineError,
+    PeerGoneError,
+    TransportError,
+    describe,
+)
 from ..kvcache.layout import CANONICAL_LAYOUT, PoolLayout, blocks_for, blocks_in_budget
 from ..models import ResolvedModel, kv_specs
 from ..transport import Endpoint, Events, Peer, RegionRef, Ticket
@@ -153,6 +160,21 @@ class Node(ABC):
             log.warning("%s: %s cannot be reached: %s", self.config.name, name, problem)
             return False
         return True
+
+    def tell(self, name: str, message: Message) -> None:
+        """To another node, over a new connection where the last one is broken. That it cannot be
+        reached is logged."""
+        data = encode(message)
+        try:
+            try:
+                self.endpoint.send(self.link(name), data)
+            except DeadlineError:
+                raise  # the connection is there, and the node does not read
+            except TransportError:
+                self.endpoint.connect(self.peers[name].address, MEND_SECONDS)
+                self.endpoint.send(self.link(name), data)
+        except TransportError as problem:
+            log.warning("%s: %s cannot be told: %s", self.config.name, name, problem)
 
     def name_of(self, peer: Peer) -> str:
         """Name of the node at the other end; empty for a stranger."""

@@ -7,13 +7,12 @@ import numpy.typing as npt
 import torch
 
 from ..attention.base import AttentionBackend
-from ..core.errors import ConfigError, TransportError
+from ..core.errors import ConfigError
 from ..kvcache.checksum import BlockSums
 from ..kvcache.convert import Array, PoolWriter
 from ..kvcache.layout import CANONICAL_LAYOUT, PoolLayout
 from ..transport import Region
-from ..wire.messages import Message, encode
-from .base import Node, log
+from .base import Node
 from .config import PREFILL
 from .staging import Staging, Store, is_staged
 from .transfers import TransferReceiver
@@ -39,7 +38,7 @@ class Inlet:
         self._staging = Staging(
             layout,
             node.endpoint.register,
-            self._send,
+            node.tell,
             PoolWriter(layout, pool.buffer).store if self._direct else _appender(backend, layout),
         )
         self.receiver = TransferReceiver(
@@ -65,12 +64,6 @@ class Inlet:
                     "layout takes whole tokens only"
                 )
         self._staging.meet(senders, staged, self._node.config.network.staging_mib * MIB)
-
-    def _send(self, name: str, message: Message) -> None:
-        try:
-            self._node.endpoint.send(self._node.link(name), encode(message))
-        except TransportError as problem:
-            log.warning("%s: %s cannot be told: %s", self._node.config.name, name, problem)
 
 
 def _appender(backend: AttentionBackend, layout: PoolLayout) -> Store:
