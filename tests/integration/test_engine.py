@@ -102,6 +102,13 @@ def test_a_bad_prompt_is_refused_and_the_system_serves_on(llm, prompt, param):
     assert len(llm.generate([[1, 2]], GREEDY)[0].token_ids) == 8
 
 
+@pytest.mark.parametrize("sampling", [{"max_tokens": 4}, [{"max_tokens": 4}], [GREEDY, GREEDY]])
+def test_parameters_of_another_kind_or_number_are_refused(llm, sampling):
+    with pytest.raises(RequestError) as caught:
+        llm.generate([[1, 2]], sampling)
+    assert caught.value.param == "sampling"
+
+
 def test_a_prompt_past_context_or_pool_is_refused_with_numbers(llm):
     with pytest.raises(RequestError, match=str(llm.engine.max_model_len)):
         llm.generate([[1] * (llm.engine.max_model_len + 1)], GREEDY)

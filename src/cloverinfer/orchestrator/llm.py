@@ -348,9 +348,14 @@ def _as_params(
 ) -> list[SamplingParams]:
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling or SamplingParams()] * count
-    if len(sampling) != count:
-        raise RequestError(f"{len(sampling)} sampling parameters for {count} prompts", "sampling")
-    return list(sampling)
+    listed = list(sampling) if isinstance(sampling, Sequence) else [sampling]
+    for one in listed:
+        if not isinstance(one, SamplingParams):
+            kind = type(one).__name__
+            raise RequestError(f"sampling must be SamplingParams, not {kind}", "sampling")
+    if len(listed) != count:
+        raise RequestError(f"{len(listed)} sampling parameters for {count} prompts", "sampling")
+    return listed
 
 
 def _configs(model: ModelConfig | str, fields: dict[str, Any]) -> tuple[ModelConfig, ClusterConfig]:
