@@ -43,6 +43,8 @@ ROUND_BYTES = 256 << 20
 """Bytes of one round of puts of one size, about."""
 MOST_PUTS = 500
 LATENCY_ROUNDS = 2000
+PEER_SECONDS = 3600.0
+"""How long all of one peer's figures may take."""
 Case = tuple[int, int]
 """Bytes of a put, and of its pieces; equal where it is contiguous."""
 
@@ -98,6 +100,7 @@ def peer_results(peer: str, args: argparse.Namespace) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
+        timeout=PEER_SECONDS,
     )
     lines = [line for line in result.stdout.splitlines() if line.startswith('{"rates"')]
     if not lines:
