@@ -1,10 +1,19 @@
-"""Paged decode attention on a GPU: microseconds, GB/s of KV, over the read bandwidth of the run.
+"""Paged attention on a GPU: decode, or prompts with ``--prompts``.
+
+Decode: microseconds, GB/s of KV, over the read bandwidth of the run.
 
 Calls go through the backend, captured in a graph that rotates over KV pools of more than twice the
 L2 in all, with blocks in random order. The floor is the KV's bytes over the read bandwidth, which
 is a sum over 2 GiB. ``fa3`` are FlashAttention-3's times, measured on an H200 before.
 
     python benchmarks/attention_cuda.py
+
+Prompts: each kernel behind PyTorch's SDPA on keys and values that lie in order, our paged kernel,
+and for fresh prompts all that the backend does (gather, then SDPA, with the host's waits). A chunk
+of ``c`` tokens ends a row of ``n``. The floor is the operations over the rate of a large bfloat16
+matrix product in the same run.
+
+    python benchmarks/attention_cuda.py --prompts
 """
 
 from __future__ import annotations
@@ -14,6 +23,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
 from _common import Row, finish, parser
 from cloverinfer.attention.cuda import STORED, CudaAttention, missing
@@ -58,13 +70,43 @@ OTHERS = [
 ]
 
 
-def graph_seconds(calls: list[Callable[[], object]], replays: int) -> float:
-    """Seconds of one call, of calls in turn within one graph: the median of replays."""
+@dataclass(frozen=True)
+class Prompt:
+    """``count`` tokens at the end of a row of ``length``; 32 query heads, 8 KV heads, size 128."""
+
+    length: int
+    count: int
+
+    @property
+    def operations(self) -> int:
+        seen = self.count * (self.length - self.count) + self.count * (self.count + 1) // 2
+        return 4 * 32 * 128 * seen
+
+    @property
+    def fresh(self) -> bool:
+        return self.count == self.length
+
+
+PROMPTS = [
+    *(Prompt(length, length) for length in (512, 1024, 4096, 16384)),
+    Prompt(1024, 256),
+    Prompt(8192, 512),
+    Prompt(8192, 2048),
+    Prompt(32768, 2048),
+]
+MATH_MOST = 4096
+"""Tokens; math keeps every score."""
+
+
+def graph_seconds(calls: list[Callable[[], object]], replays: int, launches: int = 60) -> float:
+    """Seconds of one call, of calls in turn within one graph of about ``launches``: the median of
+    replays.
+    """
     for call in calls:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    repeats = max(1, 60 // len(calls))
+    repeats = max(1, launches // len(calls))
     with torch.cuda.graph(graph):
         for _ in range(repeats):
             for call in calls:
@@ -141,13 +183,103 @@ def row_of(shape: Shape, bandwidth: float, replays: int) -> Row:
     return Row("attention", seconds * 1e6, "us", params, floor, known and "fa3", known)
 
 
+def eager_seconds(call: Callable[[], object], calls: int = 10) -> float:
+    """Seconds of one call, of several from the host after each other."""
+    call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / calls
+
+
+def matrix_rate(replays: int) -> float:
+    """Operations per second of a product of two 8192 x 8192 bfloat16 matrices."""
+    a, b = torch.randn(2, 8192, 8192, device="cuda").to(torch.bfloat16).unbind()
+    return 2 * 8192**3 / graph_seconds([lambda: a @ b], replays, 8)
+
+
+def sdpa_seconds(prompt: Prompt, kernel: SDPBackend, replays: int) -> float:
+    """Seconds of a call on keys and values in order, repeated for every query head."""
+    q, k, v = (
+        torch.randn(1, 32, tokens, 128, device="cuda").to(torch.bfloat16)
+        for tokens in (prompt.count, prompt.length, prompt.length)
+    )
+    how = {"is_causal": True} if prompt.fresh else {"attn_mask": _ending(prompt)}
+    with sdpa_kernel(kernel):
+        return graph_seconds([lambda: scaled_dot_product_attention(q, k, v, **how)], replays, 8)
+
+
+def _ending(prompt: Prompt) -> torch.Tensor:
+    return causal_lower_right(prompt.count, prompt.length)
+
+
+def prompt_seconds(prompt: Prompt, replays: int) -> dict[str, float]:
+    """Of the backend: our kernel, which is what serves under capture, and a fresh prompt's way."""
+    spec = KVSpec(kv_heads=8, k_dim=128, v_dim=128, dtype="bfloat16", scale=128**-0.5)
+    layout = PoolLayout((spec,), 16, blocks_for(prompt.length, 16))
+    backend = CudaAttention()
+    backend.allocate(layout, 32)
+    fill(backend, layout)
+    q = torch.randn(prompt.count, 32, 128, device="cuda").to(torch.bfloat16)
+    table = torch.randperm(layout.num_blocks, device="cuda").to(torch.int32)[None]
+    starts = torch.tensor([0, prompt.count], dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([prompt.length], dtype=torch.int32, device="cuda")
+    call = lambda: backend.attend(0, q, starts, table, lengths)  # noqa: E731
+    seconds = {"paged kernel": graph_seconds([call], replays, 8)}
+    if prompt.fresh:
+        seconds["backend"] = eager_seconds(call)
+    backend.close()
+    return seconds
+
+
+def prompt_rows(prompt: Prompt, rate: float, replays: int) -> list[Row]:
+    seconds = prompt_seconds(prompt, replays)
+    kernels = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+    for name in kernels:
+        if name == "MATH" and prompt.length > MATH_MOST:
+            continue
+        if not prompt.fresh and name in ("CUDNN_ATTENTION", "MATH"):
+            continue  # torch gives chunks to the other two only
+        try:
+            seconds[f"SDPA {name}"] = sdpa_seconds(prompt, SDPBackend.__members__[name], replays)
+        except RuntimeError as error:
+            print(f"{name} does not serve {prompt}: {str(error).splitlines()[0]}")
+    shape = f"{prompt.count:,} of {prompt.length:,}"
+    floor = prompt.operations / rate * 1e6
+    return [
+        Row(
+            "prompt",
+            took * 1e6,
+            "us",
+            {"shape": shape, "by": by, "TFLOP/s": round(prompt.operations / took / 1e12)},
+            floor,
+        )
+        for by, took in seconds.items()
+    ]
+
+
+def measure_prompts(replays: int, quick: bool) -> list[Row]:
+    rate = matrix_rate(replays)
+    print(f"matrix product {rate / 1e12:.0f} TFLOP/s")
+    prompts = PROMPTS[::4] if quick else PROMPTS
+    return [row for prompt in prompts for row in prompt_rows(prompt, rate, replays)]
+
+
 def main() -> None:
-    args = parser(__doc__ or "").parse_args()
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--prompts", action="store_true", help="prompts in place of decode")
+    args = arguments.parse_args()
     if missing():
         print(f"nothing measured: {missing()}")
         return
     replays = 3 if args.quick else 9
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    if args.prompts:
+        finish(measure_prompts(replays, args.quick), args.json)
+        return
     bandwidth = read_bandwidth(replays)
     print(f"read bandwidth {bandwidth / 1e9:.0f} GB/s")
     table = [Shape(batch, context) for batch, context in FA3]

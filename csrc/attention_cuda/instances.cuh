@@ -10,7 +10,7 @@ namespace clover::cuda {
 // Narrow columns are bound by memory and want many tiles on their way.
 template <typename T, int D, int NT>
 struct Shape {
-  static constexpr int kWarps = NT == 1 && D <= 128 ? 7 : 4;  // twelve warps in all
+  static constexpr int kWarps = NT == 1 && D <= 128 ? 7 : 4;  // twelve or eight in all
   using C = Config<T, D, NT, kWarps, 1>;
   static constexpr int kRing = kWarps * C::kStageBytes;
   static constexpr int kFit = (227 * 1024 - static_cast<int>(sizeof(Shared<C>)) + kRing) / kRing;

@@ -121,6 +121,34 @@ __device__ __forceinline__ void arrive_barrier(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// A barrier in shared memory with phases, each of which ends with `arrivals` arrivals. Phase n has
+// parity n % 2; one may ask for a phase once the one before it has ended. Arriving releases what
+// this thread knows of, and to see a phase ended acquires it.
+__device__ __forceinline__ void init_phases(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+               : "memory");
+}
+
+__device__ __forceinline__ void arrive_phase(uint64_t* barrier) {
+  asm volatile(
+      "{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
+      : "memory");
+}
+
+__device__ __forceinline__ bool phase_done(uint64_t* barrier, int parity) {
+  uint32_t done;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+__device__ __forceinline__ void wait_phase(uint64_t* barrier, int parity) {
+  while (!phase_done(barrier, parity)) __nanosleep(20);
+}
+
 // Adds one; what this block's threads wrote before its last barrier is visible to whoever sees the
 // sum, and what others wrote before theirs is visible from here on.
 __device__ __forceinline__ int arrive(int* counter) {

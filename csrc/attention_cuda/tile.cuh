@@ -17,7 +17,10 @@ template <typename T_, int D_, int NT_, int W_, int S_>
 struct Config {
   using T = T_;
   static constexpr int D = D_, NT = NT_, W = W_, S = S_;
-  static constexpr int kFinishers = 128;  // threads
+  // Threads. With four computing warps three finish: eight warps in all leave a thread 255
+  // registers where nine would leave it 168, as twelve do, since a multiprocessor shares them out
+  // by four.
+  static constexpr int kFinishers = W == 4 ? 96 : 128;
   static constexpr int kMeeting = W * 32 + kFinishers;
   static constexpr int kThreads = kMeeting + 32;  // the last warp plans
   static constexpr int kCols = NT * 8;
