@@ -266,6 +266,9 @@ class CudaIpcEndpoint(ShmEndpoint):
     def _through_device(self, ranges: ShmRanges) -> CudaRanges:
         """For a put between host memories that must wait for an event. Where no device was used
         before, the first such put waits for what the device is doing: so loading a kernel does.
+
+        Known to be wrong on a device: one piece goes by the driver's copy, which between host
+        memories returns only once it is done, so such a put waits for its event itself.
         """
         lane = self._any_lane()
         source, target = self._pin_own(ranges.region, lane), self._pin_mapped(ranges, lane)
