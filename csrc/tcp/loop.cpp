@@ -122,7 +122,10 @@ void Loop::run() {
   std::array<epoll_event, 64> events{};
   while (!stopped_) {
     const int64_t due = on_turn_ ? on_turn_(now_ns()) : kNever;
-    const int count = epoll_wait(epoll_.get(), events.data(), events.size(), wait_ms(due));
+    int count = epoll_wait(epoll_.get(), events.data(), events.size(), wait_ms(due));
+    // A process that was stopped and goes on is woken without events, maybe after its deadlines:
+    // what has arrived meanwhile is read before anything is found to be late.
+    if (count <= 0) count = epoll_wait(epoll_.get(), events.data(), events.size(), 0);
     for (int i = 0; i < count; ++i) {
       const int fd = events[i].data.fd;
       if (fd == wake_.get()) {
