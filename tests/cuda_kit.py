@@ -154,7 +154,12 @@ class FakeDriver(Driver):
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         self._needs_context()
         self.calls.append("copy")
+        if self._on_host(target) and self._on_host(source):
+            raise AssertionError("a copy between host memories would wait for the stream")
         self._streams[stream].add(lambda: ctypes.memmove(target, source, nbytes))
+
+    def _on_host(self, address: int) -> bool:
+        return any(first <= address < first + size for first, size in self.pinned.items())
 
     def copy_many(self, stream: int, targets: Any, sources: Any, sizes: Any) -> None:
         self._needs_context()

@@ -474,9 +474,10 @@ def test_copies_of_a_dead_sender_are_dropped_and_what_follows_is_not(
         way.a.put(way.whole, rows((0, 0)), 5)
         way.a.send(way.peer, b"last words")
         assert not way.b.poll(0.05)
-        monkeypatch.setattr(cuda_ipc.os, "getpid", lambda: 1)
-        monkeypatch.setattr(cuda_ipc, "start_time", lambda pid: None)
-        assert [m for _, m in collect(way.b, messages=1).messages] == [b"last words"]
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(cuda_ipc.os, "getpid", lambda: 1)
+            elsewhere.setattr(cuda_ipc, "start_time", lambda pid: None)
+            assert [m for _, m in collect(way.b, messages=1).messages] == [b"last words"]
     assert way.b.dropped == 1
 
 

@@ -58,13 +58,17 @@ def reached(word: npt.NDArray[np.uint32], number: int) -> bool:
 
 @dataclass(eq=False)
 class Copies:
-    """Pieces of ``length`` bytes; after an event (0: none). ``aligned``: all of them by 16."""
+    """Pieces of ``length`` bytes; after an event (0: none). ``aligned``: all of them by 16.
+    ``on_host``: both sides are host memory, between which the driver's own copies return only
+    once they are done.
+    """
 
     targets: Addresses
     sources: Addresses
     length: int
     aligned: bool = False
     after: int = 0
+    on_host: bool = False
 
 
 @dataclass(eq=False)
@@ -153,6 +157,8 @@ class Lane:
 
     def _engines_copy(self, copies: Copies) -> bool:
         """Gives the copies to the copy engines, unless the kernel is better at them."""
+        if copies.on_host and copies.aligned:
+            return False
         if len(copies.targets) == 1:
             piece = int(copies.targets[0]), int(copies.sources[0]), copies.length
             self.driver.copy(self._stream, *piece)

@@ -98,9 +98,12 @@ def missing() -> str:
 class CudaRanges(OffsetRanges):
     """Ranges that a device copies: where both sides are for it, and through which lane."""
 
-    def __init__(self, plain: Ranges, lane: Lane, source: int, target: int) -> None:
+    def __init__(
+        self, plain: Ranges, lane: Lane, source: int, target: int, on_host: bool = False
+    ) -> None:
         super().__init__(plain.peer, plain.local, plain.remote)
         self.lane = lane
+        self.on_host = on_host
         self.sources = self.source_offsets.astype(np.uint64) + np.uint64(source)
         self.targets = self.target_offsets.astype(np.uint64) + np.uint64(target)
         together = np.bitwise_or.reduce(self.sources) | np.bitwise_or.reduce(self.targets)
@@ -258,7 +261,7 @@ class CudaIpcEndpoint(ShmEndpoint):
         check_region_open(ranges.region)
         self._check_target(ranges)
         targets, sources = ranges.targets[index[:, 1]], ranges.sources[index[:, 0]]
-        copies = Copies(targets, sources, ranges.length, ranges.aligned, after or 0)
+        copies = Copies(targets, sources, ranges.length, ranges.aligned, after or 0, ranges.on_host)
         ticket = self._fly(ranges, copies, notice, deadline_after(timeout))
         self._wake()
         return ticket
@@ -267,12 +270,12 @@ class CudaIpcEndpoint(ShmEndpoint):
         """For a put between host memories that must wait for an event. Where no device was used
         before, the first such put waits for what the device is doing: so loading a kernel does.
 
-        Known to be wrong on a device: one piece goes by the driver's copy, which between host
-        memories returns only once it is done, so such a put waits for its event itself.
+        Pieces that are not aligned to 16 bytes go by the driver's copy, which between host
+        memories returns only once it is done: such a put waits for its event itself.
         """
         lane = self._any_lane()
         source, target = self._pin_own(ranges.region, lane), self._pin_mapped(ranges, lane)
-        return self._made(CudaRanges(ranges, lane, source, target))
+        return self._made(CudaRanges(ranges, lane, source, target, on_host=True))
 
     def _check_target(self, ranges: CudaRanges) -> None:
         assert isinstance(ranges.remote.region, RegionRef)
