@@ -303,6 +303,7 @@ def test_the_key_comes_from_the_environment_too(monkeypatch: pytest.MonkeyPatch)
     [
         (["--slo", "ttft=1"], "no unit"),
         (["--dataset-name", "azure"], "--dataset-path"),
+        (["--dataset-path", "chats.json"], "--dataset-name sharegpt"),
         (["--header", "x"], "NAME=VALUE"),
         (["--max-concurrency", "0"], "--max-concurrency"),
         (["--request-rate", "0"], "--request-rate"),

@@ -251,6 +251,8 @@ def test_a_full_queue_says_when_to_come_again(
 
 def test_a_failed_engine_is_unavailable(client: TestClient, engine: Any) -> None:
     assert client.get("/health").json() == {"status": "ok"}
+    for path in ("/health", "/ready", "/metrics"):
+        assert client.head(path).status_code == 200
     engine.refusal = EngineClosedError("closing")
     refused(complete(client), 503, None, "closing")
     engine.failure = "a node died"

@@ -41,6 +41,10 @@ class Load:
             raise ConfigError(f"--time-scale must be above 0, not {self.time_scale}")
         if self.workload != "random" and self.path is None:
             raise ConfigError(f"--dataset-name {self.workload} needs --dataset-path")
+        if self.workload == "random" and self.path is not None:
+            raise ConfigError(
+                "--dataset-path needs --dataset-name sharegpt, mooncake or azure: random reads none"
+            )
 
     @property
     def arrives(self) -> str:

@@ -31,6 +31,7 @@ def build_app(catalog: Catalog, settings: ServerConfig | None = None) -> FastAPI
     app.include_router(router)
     metrics = ServerMetrics(catalog)
     app.add_api_route("/metrics", metrics.page, methods=["GET"], response_class=Response)
+    app.add_api_route("/metrics", metrics.page, methods=["HEAD"], include_in_schema=False)
     app.add_middleware(FrontDoor, settings=settings, door=door)
     if settings.allowed_origins:
         app.add_middleware(CORSMiddleware, **_cors(settings))  # it answers preflights
@@ -56,6 +57,9 @@ def _routes(generation: Generation, utilities: Utilities) -> APIRouter:
     router.add_api_route("/ping", utilities.health, methods=get)
     router.add_api_route("/ready", utilities.ready, methods=get)
     router.add_api_route("/version", utilities.version, methods=get)
+    probed = {"/health": utilities.health, "/ping": utilities.health, "/ready": utilities.ready}
+    for path, answer in probed.items():  # load balancers ask by HEAD
+        router.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
     return router
 
 
