@@ -119,7 +119,9 @@ class StrangeListener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self.sockets: list[socket.socket] = []
         self._came = threading.Condition()
-        self._acceptor = Acceptor(listener, self.where, Secret(None), self._adopt)
+        self._acceptor = Acceptor(
+            listener, self.where, Secret(None), lambda hello: None, self._adopt
+        )
 
     @property
     def address(self) -> str:

@@ -123,9 +123,10 @@ class TcpEngine {
     return engine_.add_incoming(name, first, std::move(owned));
   }
 
-  void drop_incoming(uint64_t link) {
+  bool fence_incoming(uint64_t link, double timeout) {
+    const int64_t until = tcp::now_ns() + to_ns(timeout);
     const py::gil_scoped_release unlocked;
-    engine_.drop_incoming(link);
+    return engine_.fence_incoming(link, until);
   }
 
   std::string problem(uint64_t link) {
@@ -243,7 +244,7 @@ void bind_tcp(py::module_& m) {
       .def("drop_outgoing", &TcpEngine::drop_outgoing, py::arg("link"))
       .def("add_incoming", &TcpEngine::add_incoming, py::arg("key"), py::arg("first"),
            py::arg("socket"))
-      .def("drop_incoming", &TcpEngine::drop_incoming, py::arg("link"))
+      .def("fence_incoming", &TcpEngine::fence_incoming, py::arg("link"), py::arg("timeout"))
       .def("problem", &TcpEngine::problem, py::arg("link"))
       .def("query", &TcpEngine::query, py::arg("link"), py::arg("region"), py::arg("nbytes"),
            py::arg("timeout"))

@@ -70,10 +70,15 @@ uint64_t Engine::add_incoming(const std::string& key, bool first, Fd socket) {
   return in_.at(id)->add(std::move(socket), loop) ? id : 0;
 }
 
-void Engine::drop_incoming(uint64_t link) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = in_.find(link);
-  if (found != in_.end()) found->second->drop();
+bool Engine::fence_incoming(uint64_t link, int64_t until_ns) {
+  std::shared_ptr<InLink> fenced;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = in_.find(link);
+    if (found == in_.end()) return true;
+    fenced = found->second;
+  }
+  return fenced->fence(until_ns);
 }
 
 Status Engine::state(uint64_t link) {

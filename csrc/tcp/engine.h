@@ -45,7 +45,9 @@ class Engine {
   void drop_outgoing(uint64_t link);
   // `key` names the link among connections; 0: the link is over, the socket is closed.
   uint64_t add_incoming(const std::string& key, bool first, Fd socket);
-  void drop_incoming(uint64_t link);
+  // Ends the link; true once nothing is written for it any more, false where that is not so yet at
+  // `until_ns`.
+  bool fence_incoming(uint64_t link, int64_t until_ns);
 
   Status state(uint64_t link);
   // An op from the rows of `index` [rows, 2]; kOutOfRange where one names no slice.

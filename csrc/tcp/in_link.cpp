@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <utility>
 
 namespace clover::tcp {
@@ -28,6 +29,13 @@ bool InLink::add(Fd socket, Loop* loop) {
 
 void InLink::drop() { gone(false); }
 
+bool InLink::fence(int64_t until_ns) {
+  drop();
+  const std::chrono::nanoseconds most(std::max<int64_t>(until_ns - now_ns(), 0));
+  std::unique_lock<std::mutex> lock(mutex_);
+  return left_.wait_for(lock, most, [this] { return connections_.empty(); });
+}
+
 void InLink::gone(bool malformed) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (over_.exchange(true)) return;
@@ -44,6 +52,7 @@ void InLink::left(InConnection* connection) {
   if (!connections_.empty()) return;
   over_ = true;
   ops_.clear();
+  left_.notify_all();
   receiving_->inbox.push({Event::Kind::kGone, id_, 0, {}});
 }
 

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -49,6 +50,10 @@ class InLink : public std::enable_shared_from_this<InLink> {
   bool add(Fd socket, Loop* loop);
   // Ends all connections. What is in their threads' hands is over once Inbox tells kGone.
   void drop();
+  // Ends them and waits until their threads have left every one: once it is true, nothing is
+  // written for the link any more, and what its sockets still held is thrown away. False: not yet
+  // at `until_ns`.
+  bool fence(int64_t until_ns);
   // Lets go of the connections, whose threads have ended.
   void abandon();
   // Reads on after the inbox was full.
@@ -73,6 +78,7 @@ class InLink : public std::enable_shared_from_this<InLink> {
   Receiving* const receiving_;
   std::atomic<bool> over_{false};
   std::mutex mutex_;
+  std::condition_variable left_;  // no connection is left
   std::vector<std::shared_ptr<InConnection>> connections_;
   InConnection* answering_ = nullptr;      // the first connection
   std::deque<std::shared_ptr<InOp>> ops_;  // from next_seq_ on; nullptr: not begun

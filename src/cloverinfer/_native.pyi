@@ -401,8 +401,10 @@ class TcpEngine:
         """One more socket of the link called ``key``, which ``first`` begins. 0: there is no such
         link any more, and the socket is closed.
         """
-    def drop_incoming(self, link: int) -> None:
-        """Ends it; ``poll`` tells when nothing writes for it any more."""
+    def fence_incoming(self, link: int, timeout: float) -> bool:
+        """Ends it. True: nothing is written for it any more, and what its sockets held is thrown
+        away; False: not within ``timeout`` seconds.
+        """
     def problem(self, link: int) -> str:
         """Why an outgoing link is of no use; empty while it is."""
     def query(self, link: int, region: int, nbytes: int, timeout: float) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 
 import msgspec
 import numpy as np
 import pytest
 from tests.transport_kit import (
+    PATIENCE,
     WIRES,
     Make,
     Way,
     Wire,
     array,
     collect,
+    finish,
     offsets,
     put_error,
     resident_bytes,
@@ -31,6 +34,7 @@ from cloverinfer.transport import (
     Peer,
     RegionRef,
     Slices,
+    Ticket,
     create_endpoint,
     transport_names,
 )
@@ -362,3 +366,37 @@ def test_put_of_too_many_bytes_is_refused_up_front(pair: tuple[Endpoint, Endpoin
         way.sender.put(way.ranges, np.zeros((times, 2), np.int32), 1)
     assert not pair[1].poll(0.05)
     assert not array(way.target).any()
+
+
+# -- fences
+
+
+def test_a_fenced_peer_s_bytes_stay_and_it_puts_again_once_connected(
+    wire: Wire, pair: tuple[Endpoint, Endpoint]
+) -> None:
+    sender, receiver = pair
+    way = Way(sender, receiver, nbytes=4096)
+    array(way.source)[:] = 7
+    way.put(1)
+    collect(receiver, notices=1)
+    if wire.name == "nixl":
+        with pytest.raises(TransportError, match="cannot be fenced"):
+            receiver.fence(sender.address())
+        return
+    receiver.fence(sender.address())
+    way.expect(np.full(4096, 7, np.uint8))
+    until = time.monotonic() + PATIENCE
+    while way_again(way, sender, receiver) is None:
+        assert time.monotonic() < until
+    assert [notice for _, notice in collect(receiver, notices=1).notices] == [2]
+
+
+def way_again(way: Way, sender: Endpoint, receiver: Endpoint) -> Ticket | None:
+    """A put that ends well; None where the sender has not seen the end of its link yet."""
+    sender.connect(receiver.address())
+    try:
+        ticket = way.start(2)
+        finish(sender, ticket)
+    except TransportError:
+        return None
+    return ticket if ticket.error is None else None

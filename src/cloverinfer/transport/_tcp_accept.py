@@ -59,13 +59,15 @@ class _Guest:
 
 class Acceptor:
     """``adopt(hello, socket)`` gets every connection that has proven itself, in this thread; it
-    answers whether the connection is of use."""
+    answers whether the connection is of use. ``make_way(hello)`` runs before the other end is told
+    that it is welcome; its ``TransportError`` refuses the connection."""
 
     def __init__(
         self,
         listener: socket.socket,
         address: TcpAddress,
         secret: Secret,
+        make_way: Callable[[Hello], None],
         adopt: Callable[[Hello, socket.socket], bool],
     ) -> None:
         self.refused = 0
@@ -73,6 +75,7 @@ class Acceptor:
         self._listener = listener
         self._address = address
         self._secret = secret
+        self._make_way = make_way
         self._adopt = adopt
         self._guests: dict[socket.socket, _Guest] = {}
         self._logged_at = -LOG_EVERY
@@ -164,6 +167,7 @@ class Acceptor:
             guest.said, guest.nonce, guest.wanted = said, secrets.token_bytes(32), PROOF_BYTES
             self._challenge(guest, guest.hello)
         elif self._secret.proves(said, DIALLER, guest.said, guest.nonce):
+            self._make_way(guest.hello)
             self._welcome(guest, guest.hello)
         else:
             guest.sock.send(verdict(Verdict.SECRET))

@@ -205,6 +205,17 @@ class Endpoint(ABC):
         """
 
     @abstractmethod
+    def fence(self, address: str, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Once it returns, nothing that the peer at ``address`` put before is written here any
+        more. The peer need not live, nor ever have been connected to.
+
+        What of it had arrived whole may still be polled; what had not is never written. It is meant
+        for peers that are gone or whose puts have failed and ended: one that lives must ``connect``
+        again before it can put. ``DeadlineError``: not yet, ask again. ``TransportError``: this
+        wire cannot.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Closes regions and connections and removes every trace; calling it twice is fine.
 

@@ -390,6 +390,10 @@ class NixlEndpoint(Endpoint):
                 events.messages.append((peer, what))
         return events
 
+    def fence(self, address: str, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Always refuses: NIXL knows no way to throw away what UCX has received in part."""
+        raise TransportError(f"{self.name}: what {address} has put over nixl cannot be fenced")
+
     def close(self) -> None:
         """Regions go first, while peers can still be asked; the agent last."""
         if self._closed or is_forked(self._owner):

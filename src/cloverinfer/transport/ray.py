@@ -311,6 +311,9 @@ class RayEndpoint(Endpoint):
         )
         return True
 
+    def fence(self, address: str, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Nothing is to be done: what was delivered comes, whole, before anything sent later."""
+
     def close(self) -> None:
         if self._closed or is_forked(self._owner):
             return

@@ -371,6 +371,10 @@ class ShmEndpoint(Endpoint):
                 peer.drop_link(only_if_gone=True)
                 peer.lock.release()
 
+    def fence(self, address: str, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Nothing is to be done: the writer itself writes. A process that is gone writes no more,
+        nor does one whose puts have ended."""
+
     def close(self) -> None:
         if self._closed or is_forked(self._owner):
             return

@@ -67,6 +67,8 @@ __all__ = ["TcpEndpoint", "missing", "whoever_listens"]
 _REGION = re.compile(r"g\d{1,18}", re.ASCII)
 MOST_LOOPS = 4
 """Threads of one endpoint that move bytes."""
+MAKE_WAY_SECONDS = 1.0
+"""How long an endpoint that connects again may wait for the end of its link before."""
 LINGER = 5.0
 """Seconds that ``close`` waits for peers to take what was sent."""
 
@@ -135,7 +137,7 @@ class TcpEndpoint(Endpoint):
         """By the put's number; keeps its memory mapped."""
         listener, self._where = listen(network)
         self._engine = _native.TcpEngine(_loops(self._streams))
-        self._acceptor = Acceptor(listener, self._where, self._secret, self._adopt)
+        self._acceptor = Acceptor(listener, self._where, self._secret, self._make_way, self._adopt)
 
     @property
     def dropped(self) -> int:
@@ -208,13 +210,23 @@ class TcpEndpoint(Endpoint):
         with self._dialling(peer, deadline):
             return peer.link if peer.link is not None else self._dial(peer, deadline)
 
+    def fence(self, address: str, timeout: float = DEFAULT_TIMEOUT) -> None:
+        self._check_open()
+        peer = self._peers.get(address)
+        # Links before this one were fenced when it came.
+        if peer is not None and not self._engine.fence_incoming(peer.incoming, timeout):
+            raise DeadlineError(f"{self.name}: the link from {address} has not ended")
+
+    def _make_way(self, hello: Hello) -> None:
+        """Before a proven connection is welcomed: what its endpoint put before it connected again
+        must neither mix with what follows nor come after it. Runs in the acceptor's thread."""
+        if hello.stream == 0:
+            self.fence(hello.address, MAKE_WAY_SECONDS)
+
     def _adopt(self, hello: Hello, sock: socket.socket) -> bool:
-        """A proven connection; runs in the acceptor's thread."""
+        """A welcome connection; runs in the acceptor's thread."""
         with self._lock:
             peer = self._peer(hello.address)
-            if hello.stream == 0 and peer.incoming:
-                # What an endpoint sent before it connected again must not mix with what follows.
-                self._engine.drop_incoming(peer.incoming)
             link = self._engine.add_incoming(hello.link, hello.stream == 0, sock.detach())
             if link:
                 peer.incoming = link
