@@ -134,7 +134,12 @@ def check_idle(llm: LLM, without: Sequence[str] = ()) -> None:
     """Nothing of any request is left in the scheduler, and its tables agree."""
     scheduler = llm.engine._engine._scheduler
     deadline = time.monotonic() + 10
-    while scheduler.has_work and time.monotonic() < deadline:
+    nodes = scheduler._state.nodes.values()
+
+    def busy() -> bool:
+        return scheduler.has_work or any(node.withheld for node in nodes)
+
+    while busy() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not scheduler.has_work
     scheduler.check_integrity()

@@ -8,7 +8,7 @@ from tests.same_tokens import check_idle
 from tests.tiny_models import make_tiny
 
 from cloverinfer import LLM, ModelConfig, SamplingParams
-from cloverinfer.core.errors import CloverError
+from cloverinfer.core.errors import CloverError, DeadlineError
 from cloverinfer.nodes.prefill import PrefillNode
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -106,4 +106,29 @@ def test_a_wire_that_failed_in_a_step_that_failed_itself_is_used_again(
             sender.refuse_from = None
         done = llm.generate(PROMPTS[:4], GREEDY)
         check_idle(llm)
+    assert [one.token_ids for one in done] == wanted[:4]
+
+
+def test_a_writer_that_cannot_be_fenced_yet_is_tried_again(late, model, wanted, monkeypatch):
+    tries = []
+
+    def fence(endpoint, address, timeout):
+        tries.append((endpoint.name, address))
+        if len(tries) < 4:
+            raise DeadlineError("its threads are still at it")
+
+    monkeypatch.setattr(late, "delay", 0.002)
+    monkeypatch.setattr(late, "fence", fence)
+    with LLM(model, topology="pd", **POOL) as llm:
+        sender = next(one for one in late.made if one.name == "prefill-0")
+        with monkeypatch.context() as broken:
+            broken.setattr(PrefillNode, "_mend", lambda node, name: False)
+            sender.refuse_from = sender.puts
+            with pytest.raises(CloverError, match="wire is cut"):
+                llm.generate([PROMPTS[5]], GREEDY)
+            sender.refuse_from = None
+        check_idle(llm)
+        done = llm.generate(PROMPTS[:4], GREEDY)
+        check_idle(llm)
+    assert tries == [("decode-0", sender.address())] * 4
     assert [one.token_ids for one in done] == wanted[:4]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections.abc import Callable
+
 import pytest
 import torch
-from tests.same_tokens import Case, check, reference, run
+from tests.same_tokens import Case, check, check_idle, reference, run
 from tests.tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
 
@@ -113,3 +118,38 @@ def test_slots_of_a_ring_come_back_over_a_new_link(
         cut(made["decode-0"], made["prefill-0"])
         (again,) = llm.generate([prompt], GREEDY)
     assert again.token_ids == wanted.token_ids
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_blocks_of_a_killed_prefill_node_wait_for_their_receiver(
+    tiny: tuple[str, list[Case]],
+) -> None:
+    """The receiver sleeps, so that what is put stays in its sockets, until the request has ended:
+    its blocks are taken until then and no longer."""
+    path, cases = tiny
+    fields = {"topology": "pd", "executor": "process", "transport": "tcp", "block_size": 16}
+    greedy = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+    model = ModelConfig(model_path=path, dtype="float32")
+    with LLM(model, num_blocks=8, num_prefill_workers=2, **fields) as llm:
+        pids = {row["name"]: row["pid"] for row in llm.engine.nodes()}
+        scheduler = llm.engine._engine._scheduler
+        ends: list[str | None] = []
+        os.kill(pids["decode-0"], signal.SIGSTOP)
+        try:
+            prompt = [1 + i % 90 for i in range(64)]
+            llm.engine.submit(prompt, greedy, lambda item: ends.append(item.finish_reason))
+            until(lambda: scheduler.free_blocks()["decode-0"] < 8)
+            os.kill(pids["prefill-0"], signal.SIGKILL)
+            until(lambda: "error" in ends)
+            assert scheduler.free_blocks()["decode-0"] == 4
+        finally:
+            os.kill(pids["decode-0"], signal.SIGCONT)
+        check_idle(llm, without=["prefill-0"])
+        done = llm.generate([case.prompt for case in cases], greedy)
+    assert [one.token_ids for one in done] == [case.tokens for case in cases]

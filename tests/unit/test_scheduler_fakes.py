@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass, field
+from typing import Union
 
 from cloverinfer.config import CacheConfig, SchedulerConfig
 from cloverinfer.core.request import Request, RequestState
@@ -19,6 +20,8 @@ from cloverinfer.wire.messages import (
     AttentionPlan,
     CancelTransfer,
     ExpectTransfer,
+    Fence,
+    Fenced,
     Join,
     Message,
     NodeGone,
@@ -107,6 +110,9 @@ def make_request(number: int, prompt: list[int], max_tokens: int = 8, **more: ob
                    eos_token_ids=frozenset({EOS}))  # fmt: skip
 
 
+Report = Union[StepDone, StepFailed, TransferDone, Fenced]
+
+
 class Cluster:
     """Scheduler and fake nodes; ``actions`` are what may happen next, in any order."""
 
@@ -129,7 +135,11 @@ class Cluster:
         self.said: dict[int, list[int]] = {}
         self.ended: list[Request] = []
         self.computing: list[tuple[str, int]] = []
-        self.reports: list[StepDone | StepFailed | TransferDone] = []
+        self.reports: list[Report] = []
+        self.late: list[tuple[str, str, int, int]] = []
+        """Bytes of failed puts that are still on their way: (writer, receiver, block, offset)."""
+        self.fencing: list[tuple[str, Fence]] = []
+        """Fences that receivers have been asked for."""
         self.sent: list[tuple[str, Message]] = []
         self.dead: set[str] = set()
         self.joined: set[tuple[str, int, int]] = set()
@@ -156,27 +166,32 @@ class Cluster:
     def step(self) -> bool:
         """One random thing happens, then the scheduler runs; False where nothing can."""
         self.now += 0.01
-        choices = len(self.computing) + len(self.reports)
+        lists = self.computing, self.reports, self.late, self.fencing
+        choices = [(act, i) for act, items in enumerate(lists) for i in range(len(items))]
         if choices:
-            at = self.rng.randrange(choices)
-            if at < len(self.computing):
+            act, at = self.rng.choice(choices)
+            if act == 0:
                 self.compute(*self.computing.pop(at))
+            elif act == 1:
+                self.deliver(self.reports.pop(at))
+            elif act == 2:
+                self.land(*self.late.pop(at))
             else:
-                self.deliver(self.reports.pop(at - len(self.computing)))
+                self.fence(*self.fencing.pop(at))
         self.schedule()
         self.ended += self.scheduler.drain_finished()
-        return bool(self.computing or self.reports)
+        return any(lists)
 
     def run(self, limit: int = 20000) -> None:
         """Until nothing is left to do, which must come."""
         self.schedule()
         for _ in range(limit):
-            if not self.step() and not self.scheduler.has_work:
+            if not self.step():
+                assert not self.scheduler.has_work, "stuck"
                 return
-            assert self.computing or self.reports or not self.scheduler.has_work, "stuck"
         raise AssertionError("no end in sight")
 
-    def deliver(self, report: StepDone | StepFailed | TransferDone) -> None:
+    def deliver(self, report: Report) -> None:
         scheduler = self.scheduler
         if report.node in self.dead:
             return
@@ -184,6 +199,9 @@ class Cluster:
             scheduler.on_transfer_done(report, self.now)
         elif isinstance(report, StepFailed):
             scheduler.on_step_failed(report, self.now)
+        elif isinstance(report, Fenced):
+            scheduler.on_fenced(report)
+            scheduler.on_fenced(report)  # counts once
         else:
             self.hear(scheduler.on_step_done(report, self.now))
             assert scheduler.on_step_done(report, self.now) == [], "a report counted twice"
@@ -196,15 +214,43 @@ class Cluster:
 
     def kill(self, name: str) -> None:
         self.dead.add(name)
+        for plan in self.nodes[name].busy.values() if self.nodes[name].role == "prefill" else ():
+            self._delay(self.nodes[name], plan, set(self.nodes) - self.dead)
+        self.late = [item for item in self.late if item[1] != name]
+        self.fencing = [item for item in self.fencing if item[0] != name]
         self.computing = [item for item in self.computing if item[0] != name]
         self.scheduler.on_node_died(name, "killed", self.now)
         self.scheduler.check_integrity()
 
-    def fail_step(self, name: str, lane: int, error: str = "broken") -> None:
-        """A step that was computing fails after it wrote some of what it had to."""
+    def fail_step(
+        self, name: str, lane: int, error: str = "broken", cut: tuple[str, ...] = ()
+    ) -> None:
+        """A step that was computing fails after it wrote some of what it had to. What it put to
+        the nodes that it is ``cut`` from may still arrive."""
         self.computing.remove((name, lane))
         plan = self.nodes[name].busy.pop(lane)
-        self.reports.append(StepFailed(name, lane, plan.step, error))
+        self._delay(self.nodes[name], plan, set(cut) - self.dead)
+        self.reports.append(StepFailed(name, lane, plan.step, error, list(cut), list(cut)))
+
+    def _delay(self, node: FakeNode, plan: StepPlan, receivers: set[str]) -> None:
+        """The puts of a step that will not end well are under way."""
+        for number, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+            push = node.known[number].join.push
+            if push is None or push.node not in receivers:
+                continue
+            theirs = self._size(self.nodes[push.node])
+            for position in range(max(start, push.start), start + count):
+                place = push.blocks[position // theirs], position % theirs
+                self.late.append((node.name, push.node, *place))
+
+    def land(self, writer: str, receiver: str, block: int, offset: int) -> None:
+        """Bytes of a put that failed arrive after all."""
+        assert self._pool(receiver).pool.refs(block) == 1, "late bytes of a put in a free block"
+        self.nodes[receiver].pool[block, offset] = -1
+
+    def fence(self, name: str, fence: Fence) -> None:
+        self.late = [item for item in self.late if item[:2] != (fence.writer, name)]
+        self.reports.append(Fenced(name, fence.number))
 
     # Checks at the end
 
@@ -238,6 +284,9 @@ class Cluster:
             node.arrived[message.transfer] = set()
         elif isinstance(message, NodeGone):
             assert message.name != node.name
+        elif isinstance(message, Fence):
+            assert self.nodes[message.writer].role == "prefill"
+            self.fencing.append((node.name, message))
         else:
             assert isinstance(message, CancelTransfer)
             node.expects.pop(message.transfer, None)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cloverinfer.config import CacheConfig, SchedulerConfig
 from cloverinfer.core.errors import NodeDiedError, RequestError
 from cloverinfer.core.request import Request, RequestState
+from cloverinfer.scheduler.records import HOME_ROLES
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_scheduler_fakes import Cluster, make_nodes, make_request
@@ -90,7 +91,11 @@ def break_something(cluster: Cluster, rng: random.Random) -> None:
     if what < 0.1 and len(alive) > 1:
         cluster.kill(rng.choice(alive))
     elif what < 0.6 and cluster.computing:
-        cluster.fail_step(*rng.choice(cluster.computing))
+        name, lane = rng.choice(cluster.computing)
+        homes = [node.name for node in cluster.nodes.values() if node.role in HOME_ROLES]
+        cut = [home for home in homes if rng.random() < 0.5]
+        prefills = cluster.nodes[name].role == "prefill"
+        cluster.fail_step(name, lane, cut=tuple(cut) if prefills else ())
     elif what < 0.8:
         deadline = cluster.scheduler.next_deadline()
         if deadline is not None:

@@ -21,6 +21,7 @@ from tests.tcp_stranger import (
     message,
     serves,
     stranger_address,
+    until,
 )
 from tests.transport_kit import PATIENCE, array, collect
 
@@ -58,8 +59,8 @@ def test_bytes_that_were_not_read_when_their_writer_was_fenced_never_land(make: 
     with link_to(a, mine=mine) as (sock,):
         stall(sock)
         a.fence(mine, PATIENCE)
-        until = time.monotonic() + 0.5
-        while time.monotonic() < until:
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
             a.poll(0.05)  # which would have it read on
         assert not array(region).any()
         assert ended(sock)
@@ -133,6 +134,7 @@ def test_a_link_that_does_not_end_is_told_and_lets_no_other_in(
     a = make()
     mine = stranger_address()
     with link_to(a, mine=mine):
+        until(lambda: bool(a._incoming))
         monkeypatch.setattr(a, "_engine", Stuck(a._engine))
         with pytest.raises(DeadlineError, match="has not ended"):
             a.fence(mine, 0.0)

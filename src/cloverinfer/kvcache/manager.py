@@ -52,6 +52,7 @@ class KVCacheManager:
         self.caching = enable_prefix_caching
         self.stats = CacheStats()
         self._tables: dict[int, _Table] = {}
+        self._num_withheld = 0
 
     @property
     def num_blocks(self) -> int:
@@ -158,6 +159,13 @@ class KVCacheManager:
         for block in reversed(self._tables.pop(number).blocks):
             self.pool.free(block)
 
+    def withhold(self, number: int) -> int:
+        """Keeps a table's blocks taken although its request may have a new table, or end: the
+        number to ``free`` them by, which is no request's."""
+        self._num_withheld += 1
+        self._tables[-self._num_withheld] = self._tables.pop(number)
+        return -self._num_withheld
+
     def table(self, number: int, start: int = 0) -> list[int]:
         """A copy of a request's blocks from the ``start``-th on."""
         return self._tables[number].blocks[start:]
@@ -170,7 +178,7 @@ class KVCacheManager:
         return len(self._tables[number].blocks)
 
     def numbers(self) -> set[int]:
-        """Requests with a table."""
+        """Requests with a table, and numbers that ``withhold`` gave."""
         return set(self._tables)
 
     def check_integrity(self) -> None:

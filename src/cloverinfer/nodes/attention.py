@@ -127,7 +127,7 @@ class AttentionNode(Node):
             self._begin(message)
         elif isinstance(message, NodeGone):
             self._forget_source(message.name)
-        elif not self.transfers.handle(self.name_of(peer), message):
+        elif not self.inlet.handle(self.name_of(peer), message):
             log.warning("%s: dropped a %s", self.config.name, type(message).__name__)
 
     def on_notice(self, peer: Peer, notice: int) -> None:

@@ -275,21 +275,23 @@ class Node(ABC):
             log.warning("%s: the scheduler cannot be reached: %s", self.config.name, problem)
             self.stop()
 
-    def report_failure(self, plan: StepPlan, problem: Exception) -> None:
-        """A step of this node ends here with its error."""
+    def report_failure(self, plan: StepPlan, problem: Exception, cut: Sequence[str] = ()) -> None:
+        """A step of this node ends here with its error. ``cut``: see ``StepFailed``."""
         if isinstance(problem, PeerGoneError):
-            self.report_lost(plan, [problem])
+            self.report_lost(plan, [problem], cut)
             return
         name = self.config.name
         log.error("%s: step %d failed: %s", name, plan.step, problem, exc_info=problem)
-        self.report(StepFailed(name, plan.lane, plan.step, describe(problem), []))
+        self.report(StepFailed(name, plan.lane, plan.step, describe(problem), [], list(cut)))
 
-    def report_lost(self, plan: StepPlan, lost: Sequence[PeerGoneError]) -> None:
+    def report_lost(
+        self, plan: StepPlan, lost: Sequence[PeerGoneError], cut: Sequence[str] = ()
+    ) -> None:
         """A step ends here since peers are gone, which is no fault of this node."""
         name, error = self.config.name, "; ".join(describe(problem) for problem in lost)
         log.error("%s: step %d failed: %s", name, plan.step, error)
         gone = [problem.peer for problem in lost]
-        self.report(StepFailed(name, plan.lane, plan.step, error, gone))
+        self.report(StepFailed(name, plan.lane, plan.step, error, gone, list(cut)))
 
     # -- shared by nodes with a pool
 

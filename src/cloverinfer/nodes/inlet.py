@@ -7,17 +7,20 @@ import numpy.typing as npt
 import torch
 
 from ..attention.base import AttentionBackend
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, DeadlineError, TransportError
 from ..kvcache.checksum import BlockSums
 from ..kvcache.convert import Array, PoolWriter
 from ..kvcache.layout import CANONICAL_LAYOUT, PoolLayout
 from ..transport import Region
-from .base import Node
+from ..wire.messages import Fence, Fenced, Message, encode
+from .base import Node, log
 from .config import PREFILL
 from .staging import Staging, Store, is_staged
 from .transfers import TransferReceiver
 
 MIB = 1 << 20
+FENCE_SECONDS = 0.5
+"""How long fencing a writer may keep the node from its work, before it tries again."""
 
 
 def layout_name_of(backend: AttentionBackend) -> str:
@@ -64,6 +67,26 @@ class Inlet:
                     "layout takes whole tokens only"
                 )
         self._staging.meet(senders, staged, self._node.config.network.staging_mib * MIB)
+
+    def handle(self, source: str, message: Message) -> bool:
+        """Takes what is about transfers, from the node called ``source``; False for the rest."""
+        if not isinstance(message, Fence):
+            return self.receiver.handle(source, message)
+        self._fence(message)
+        return True
+
+    def _fence(self, fence: Fence) -> None:
+        """Without an answer the blocks stay taken, which costs room and no wrong token."""
+        node = self._node
+        try:
+            node.endpoint.fence(node.peers[fence.writer].address, FENCE_SECONDS)
+        except DeadlineError:
+            own = node.endpoint.connect(node.endpoint.address())
+            node.endpoint.send(own, encode(fence))  # what has arrived meanwhile comes first
+        except TransportError as problem:
+            log.warning("%s: blocks stay taken: %s", node.config.name, problem)
+        else:
+            node.report(Fenced(node.config.name, fence.number))
 
 
 def _appender(backend: AttentionBackend, layout: PoolLayout) -> Store:

@@ -120,5 +120,5 @@ class DecodeNode(LocalNode):
             super().on_notice(peer, notice)
 
     def on_message(self, peer: Peer, message: Message) -> None:
-        if not self.transfers.handle(self.name_of(peer), message):
+        if not self.inlet.handle(self.name_of(peer), message):
             super().on_message(peer, message)

@@ -178,14 +178,13 @@ class PrefillNode(LocalNode):
     def _report_step(self, step: _Computed) -> None:
         pushes, stats = step.pushes, step.stats
         failures = pushes.failures()
-        for failure in failures:
-            self._mend(failure.peer)
+        cut = [failure.peer for failure in failures if not self._mend(failure.peer)]
         problem = step.problem or pushes.problem
         if problem is not None:
-            self.report_failure(step.plan, problem)
+            self.report_failure(step.plan, problem, cut)
             return
         if failures:
-            self.report_lost(step.plan, failures)
+            self.report_lost(step.plan, failures, cut)
             return
         now = time.perf_counter()
         stats.bytes_out += pushes.nbytes
@@ -193,15 +192,18 @@ class PrefillNode(LocalNode):
         stats.seconds = now - step.started
         self.report(step_done(self.config.name, step.plan, step.sampled, stats))
 
-    def _mend(self, name: str) -> None:
-        """A receiver could not be reached. Where it lives, later requests shall reach it."""
+    def _mend(self, name: str) -> bool:
+        """A receiver could not be reached. Where it lives, later requests shall reach it, over a
+        new connection, which fences what was lost. False where there is none."""
         staged = self._staged.get(self.peers[name].address)
-        if not self.reconnect(name) or staged is None:
-            return
+        if not self.reconnect(name):
+            return False
         try:
-            staged.mend()
+            if staged is not None:
+                staged.mend()
         except TransportError as problem:
             log.warning("%s: %s cannot be reached: %s", self.config.name, name, problem)
+        return True
 
     def _plan_pushes(self, batch: Batch) -> list[PushJob]:
         sampling = {row.request for row in batch.sampled}

@@ -31,6 +31,7 @@ from ..nodes.config import ATTENTION
 from ..scheduler import Scheduler, StepRecord, TokenEvent
 from ..wire.messages import (
     AttentionDone,
+    Fenced,
     GrammarCompiled,
     Message,
     StepDone,
@@ -380,6 +381,8 @@ class Engine:
             self._release(self._desk.answered(message), now)
         elif isinstance(message, AttentionDone):
             self._on_attention(message, now)
+        elif isinstance(message, Fenced):
+            scheduler.on_fenced(message)
         elif isinstance(message, StepFailed):
             self._planned.pop((message.node, message.lane, message.step), None)
             scheduler.on_step_failed(message, now)

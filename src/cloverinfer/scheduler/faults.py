@@ -23,6 +23,10 @@ class Faults:
         if node is None or not node.alive:
             return
         node.alive = False
+        for withheld in list(node.withheld):
+            self._state.give_back(node, withheld)
+        for seat in self._state.seats.values():
+            seat.unfenced |= seat.prefill is node
         for lane in node.lanes:
             self._abandon(lane)
         self._tell_partners(node)

@@ -27,7 +27,9 @@ def _check_node(node: Node) -> None:
         node.pool.check_integrity()
         lanes = [lane for lane in node.lanes if node.role == "prefill"]
         holders = set(node.homed).union(*(lane.members for lane in lanes))
-        assert node.pool.numbers() == holders, f"{node.name}: tables of requests that are not here"
+        held = holders | node.withheld
+        assert node.pool.numbers() == held, f"{node.name}: tables of requests that are not here"
+    assert node.alive or not node.withheld, f"{node.name} is gone and will fence nobody"
     for slot, seat in node.transfers.items():
         assert seat.home is node
         assert seat.transfer is not None

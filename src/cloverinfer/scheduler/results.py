@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..core.logprobs import TokenLogprobs
 from ..core.request import Request, RequestState
 from ..kvcache.manager import KVCacheManager
-from ..wire.messages import StepDone, StepFailed, TransferDone
+from ..wire.messages import Fenced, StepDone, StepFailed, TransferDone
 from .lanes import LanePlanner
 from .records import TokenEvent
 from .state import Flight, Lane, Row, Seat, State
@@ -59,6 +59,9 @@ class Results:
         if lane is None or lane.flight is None or lane.flight.step != failed.step:
             return
         rows = self._land(lane).rows
+        for row in rows:
+            home = row.seat.home
+            row.seat.unfenced |= home is not None and home.name in failed.cut
         lost = [_homeless(row.seat, failed.gone) for row in rows]
         for row, is_lost in zip(rows, lost, strict=True):
             if row.seat.request.finished:
@@ -86,6 +89,11 @@ class Results:
         del node.transfers[done.transfer]
         if request.state is RequestState.TRANSFERRING:
             self._make_ready(seat)
+
+    def fenced(self, fenced: Fenced) -> None:
+        node = self._state.nodes.get(fenced.node)
+        if node is not None and fenced.number in node.withheld:
+            self._state.give_back(node, fenced.number)
 
     def _land(self, lane: Lane) -> Flight:
         """Ends the flight: nothing names its rows' blocks any more."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ..config import CacheConfig, SchedulerConfig
 from ..core.request import Request, RequestState
-from ..wire.messages import Message, StepDone, StepFailed, TransferDone
+from ..wire.messages import Fenced, Message, StepDone, StepFailed, TransferDone
 from .admission import Admission
 from .faults import Faults
 from .integrity import check_state
@@ -69,8 +69,8 @@ class Scheduler:
         self._state.end(seat, state, reason, now)
 
     def schedule(self, now: float) -> list[tuple[str, Message]]:
-        """What to send, by node name and in this order: plans for every idle lane with work, and
-        promises and cancellations of transfers."""
+        """What to send, by node name and in this order: plans for every idle lane with work,
+        promises and cancellations of transfers, and writers to fence."""
         state = self._state
         self._faults.fail_stranded(now)
         self._admission.place_ready(now)
@@ -95,6 +95,10 @@ class Scheduler:
     def on_transfer_done(self, done: TransferDone, now: float) -> None:
         """The request may decode once its first token is known too; or it fails."""
         self._results.transfer_done(done, now)
+
+    def on_fenced(self, fenced: Fenced) -> None:
+        """Blocks that waited for it may be used again."""
+        self._results.fenced(fenced)
 
     def on_node_died(self, name: str, reason: str, now: float) -> None:
         """Requests that depend on the node fail with the reason; the others go on without it."""

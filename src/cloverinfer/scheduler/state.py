@@ -2,7 +2,9 @@
 
 A *seat* is a request's place in the system: the blocks, the lane and the transfer it holds. Blocks
 are given back by ``release`` alone, and never while a step in flight names them: a request may
-reach its end at any time, its seat stays until the step that it is a row of has answered.
+reach its end at any time, its seat stays until the step that it is a row of has answered. Blocks
+that a prefill node may have left bytes on their way to outlast the seat: they are *withheld* until
+their home has answered that it fenced the writer, or is gone.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass, field
 from ..config import CacheConfig, SchedulerConfig
 from ..core.request import Request, RequestState
 from ..kvcache.manager import KVCacheManager
-from ..wire.messages import CancelTransfer, Message
+from ..wire.messages import CancelTransfer, Fence, Message
 from ..wire.notices import MAX_TRANSFERS
 from .queue import Order, WaitingQueue
 from .records import DENSE_ROLES, HOME_ROLES, POOL_ROLES, SchedNode
@@ -49,6 +51,8 @@ class Seat:
     prefill: Node | None = None
     """Node whose pool it is prefilled in, where that is not its home."""
     transfer: Transfer | None = None
+    unfenced: bool = False
+    """Its prefill node may have left bytes on their way to its home, and will not finish them."""
     lane: Lane | None = None
     """Where its rows run now; None while it waits for a place."""
     in_flight: bool = False
@@ -129,6 +133,8 @@ class Node:
     leaves: list[int] = field(default_factory=list)
     """Requests that its next plan must take away."""
     next_slot: int = 0
+    withheld: set[int] = field(default_factory=set)
+    """What of its pool waits for a writer to be fenced, by the pool's numbers."""
 
     @property
     def usable(self) -> bool:
@@ -242,15 +248,31 @@ class State:
     def release(self, seat: Seat) -> None:
         """Gives back everything a seat holds and tells the nodes to forget the request."""
         assert not seat.in_flight, f"request {seat.request.number} is in a step in flight"
+        writer = _unfenced_writer(seat)
         self.release_prefill(seat)
         self._cancel_transfer(seat)
         self.leave_lane(seat)
         if seat.home is not None:
             number, home = seat.request.number, seat.home
-            home.cache().free(number)
+            if writer is None or not home.alive:
+                home.cache().free(number)
+            else:
+                self._withhold(number, home, writer)
             home.forget(number)
             del home.homed[number]
             seat.home, seat.room = None, 0
+        seat.unfenced = False
+
+    def _withhold(self, number: int, home: Node, writer: Node) -> None:
+        """The blocks stay taken until the home has fenced the writer."""
+        withheld = home.cache().withhold(number)
+        home.withheld.add(withheld)
+        self.send(home, Fence(writer.name, withheld))
+
+    def give_back(self, home: Node, withheld: int) -> None:
+        """Nothing is written to these blocks any more."""
+        home.withheld.remove(withheld)
+        home.cache().free(withheld)
 
     def release_prefill(self, seat: Seat) -> None:
         """Gives back what a seat holds on its prefill node, whose puts have all finished."""
@@ -279,3 +301,11 @@ class State:
         if seat.transfer is not None and not seat.transfer.whole and seat.home is not None:
             self.send(seat.home, CancelTransfer(seat.transfer.slot))
         self.close_transfer(seat)
+
+
+def _unfenced_writer(seat: Seat) -> Node | None:
+    """The prefill node whose bytes may still come to the seat's home; a transfer that is whole has
+    had all of them."""
+    transfer = seat.transfer
+    unfinished = transfer is not None and not transfer.whole
+    return seat.prefill if seat.unfenced and unfinished else None

@@ -294,6 +294,9 @@ class StepFailed(msgspec.Struct, array_like=True, tag="failed"):
     error: str
     gone: list[str] = []
     """Nodes that could not be reached, where that is why: rows of other homes are not to blame."""
+    cut: list[str] = []
+    """Receivers where bytes of this step's puts may still arrive: some of them failed, and the way
+    there could not be made anew, which would have fenced them."""
 
 
 class CompileGrammar(msgspec.Struct, array_like=True, tag="compile"):
@@ -340,6 +343,23 @@ class NodeGone(msgspec.Struct, array_like=True, tag="gone"):
     what has come is void."""
 
     name: str
+
+
+class Fence(msgspec.Struct, array_like=True, tag="fence"):
+    """From scheduler to a receiver: blocks wait until nothing that the writer has put before is
+    written there any more."""
+
+    writer: str
+    """Name of a prefill node that is gone, or whose puts there have failed and ended."""
+    number: int
+    """Stands for the blocks."""
+
+
+class Fenced(msgspec.Struct, array_like=True, tag="fenced"):
+    """A receiver's answer to ``Fence``: the blocks may be used again."""
+
+    node: str
+    number: int
 
 
 class PeerInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -420,6 +440,8 @@ Message = Union[
     AttentionDone,
     HopFailed,
     NodeGone,
+    Fence,
+    Fenced,
     Meet,
     Met,
     Shutdown,
