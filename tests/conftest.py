@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 import os
 import random
 import sys
@@ -42,6 +43,15 @@ def _repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
     # Most tests never load torch, and should not pay for it here.
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_requests() -> Iterator[None]:
+    """``serve`` in this process has requests logged to the standard error of its own test."""
+    log = logging.getLogger("cloverinfer.requests")
+    before = log.handlers, log.level, log.propagate
+    yield
+    log.handlers, log.level, log.propagate = before
 
 
 @dataclass(frozen=True)
