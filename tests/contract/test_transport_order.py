@@ -246,6 +246,27 @@ def test_put_and_send_to_a_closed_peer_fail(pair: tuple[Endpoint, Endpoint]) -> 
         way.sender.connect(pair[1].address(), timeout=5.0)
 
 
+@pytest.mark.ray
+def test_a_closed_ray_endpoint_refuses_although_its_actor_still_lives(
+    embedded_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray ends an actor some time after it was asked to."""
+    from cloverinfer.transport import ray as wire
+
+    a, b = wire.RayEndpoint("a"), wire.RayEndpoint("b")
+    way = Way(a, b, nbytes=64)
+    way.put(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(wire.ray, "kill", lambda _: None)
+        b.close()
+    with pytest.raises(TransportError, match="closed"):
+        a.put(way.ranges, rows((0, 0)), 2)
+    with pytest.raises(TransportError, match="closed"):
+        a.send(way.peer, b"anyone?")
+    wire.ray.kill(b._mailbox)
+    a.close()
+
+
 def test_what_was_sent_before_the_sender_closed_arrives(pair: tuple[Endpoint, Endpoint]) -> None:
     a, b = pair
     peer = a.connect(b.address())

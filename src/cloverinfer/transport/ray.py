@@ -102,6 +102,11 @@ class Mailbox:
         self._items: list[Item] = []
         self._arrived = asyncio.Event()
         self._regions: dict[str, int] = {}
+        self._shut = False
+
+    async def shut(self) -> None:
+        """From its answer on nothing is taken in; ``ray.kill`` alone takes effect later."""
+        self._shut = True
 
     async def open_region(self, name: str, nbytes: int) -> None:
         self._regions[name] = nbytes
@@ -111,10 +116,12 @@ class Mailbox:
 
     async def region_size(self, name: str) -> int:
         """Bytes of an open region; -1 where there is none."""
+        self._check_not_shut()
         return self._regions.get(name, -1)
 
     async def deliver(self, item: Item, region: str | None) -> bool:
         """False: the region that the put is for is closed."""
+        self._check_not_shut()
         if region is not None and region not in self._regions:
             return False
         self._items.append(item)
@@ -129,6 +136,10 @@ class Mailbox:
                 await asyncio.wait_for(self._arrived.wait(), timeout)
         items, self._items = self._items, []
         return items
+
+    def _check_not_shut(self) -> None:
+        if self._shut:
+            raise TransportError("the endpoint is closed")
 
 
 class RayPeer(Peer):
@@ -321,6 +332,8 @@ class RayEndpoint(Endpoint):
         for region in list(self._regions.values()):
             region.close()
         if ray.is_initialized():
+            with contextlib.suppress(TransportError):  # it may be dead, and is to be killed anyhow
+                _answer(self._mailbox.shut.remote(), _ANSWER, f"{self.name}: own mailbox")
             ray.kill(self._mailbox)
 
     def _check_open(self) -> None:
