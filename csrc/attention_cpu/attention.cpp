@@ -168,6 +168,7 @@ void Attention::attend(int index, const AttendCall& call) {
   const Entry& entry = *layers_.at(index);
   if (call.rows == 0) return;
   check(entry.layer, call);
+  std::lock_guard<std::mutex> turn(mutex_);
   const int64_t total = list_items(entry.layer, call);
   if (items_.empty()) return;
   split_items(entry.layer, total);

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -71,7 +72,7 @@ class Attention {
   void append(int layer, const AppendCall& call);
 
   // Fills o and lse of every row of at most kMaxQueries query tokens; std::invalid_argument where
-  // starts, lengths or blocks cannot be.
+  // starts, lengths or blocks cannot be. Callers on several threads take turns.
   void attend(int layer, const AttendCall& call);
 
  private:
@@ -104,6 +105,7 @@ class Attention {
   int64_t used_bytes_ = 0;
   std::shared_ptr<ThreadPool> threads_;
   std::vector<std::unique_ptr<Entry>> layers_;
+  std::mutex mutex_;  // of what follows
   // Kept between calls so that they do not allocate once they have grown.
   std::vector<Span> whole_;  // one per item, before it is split
   std::vector<Span> spans_;

@@ -8,6 +8,7 @@
 
 #include "attention_cpu/attention.h"
 #include "attention_cpu/dispatch.h"
+#include "attention_cpu/table.h"
 
 namespace py = pybind11;
 
@@ -115,7 +116,8 @@ void bind_attention_cpu(py::module_& m) {
            py::arg("window"), py::arg("softcap"), py::arg("sinks"), py::arg("alibi_slopes"))
       .def("isa", &Attention::isa)
       .def("append", &append)
-      .def("attend", &attend);
+      .def("attend", &attend)
+      .def("table", &attention::table_of, py::keep_alive<0, 1>());
 }
 
 }  // namespace clover

@@ -9,6 +9,7 @@
 
 #include "dense_cpu/dense.h"
 #include "dense_cpu/dispatch.h"
+#include "dense_cpu/table.h"
 
 namespace py = pybind11;
 
@@ -106,6 +107,19 @@ std::vector<std::string> isas() {
   return names;
 }
 
+std::unique_ptr<dense::Step> step(const Dense& self, int tokens, int64_t token_ids, int64_t cos,
+                                  int64_t sin, int64_t hidden) {
+  if (tokens < 1 || tokens > dense::kMaxTokens)
+    throw std::invalid_argument("too many tokens, or none");
+  auto* first = at<float>(hidden, "hidden");
+  const int64_t half = tokens * self.shape().hidden;
+  return std::make_unique<dense::Step>(dense::Step{tokens,
+                                                   at<int64_t>(token_ids, "token_ids"),
+                                                   at<uint16_t>(cos, "cos"),
+                                                   at<uint16_t>(sin, "sin"),
+                                                   {first, first + half}});
+}
+
 }  // namespace
 
 void bind_dense_cpu(py::module_& m) {
@@ -121,7 +135,13 @@ void bind_dense_cpu(py::module_& m) {
            py::arg("down"))
       .def("isa", &Dense::isa)
       .def("stage", &stage)
-      .def("logits", &logits);
+      .def("logits", &logits)
+      .def("table", &dense::table_of, py::keep_alive<0, 1>())
+      .def("step", &step, py::kw_only(), py::arg("tokens"), py::arg("token_ids"), py::arg("cos"),
+           py::arg("sin"), py::arg("hidden"));
+  py::class_<dense::Step>(m, "DenseStep").def_property_readonly("address", [](dense::Step& self) {
+    return reinterpret_cast<int64_t>(&self);
+  });
 }
 
 }  // namespace clover

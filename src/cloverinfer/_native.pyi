@@ -1,5 +1,7 @@
 """The native module. Addresses are of tensors whose shape and type the caller has checked."""
 
+from enum import Enum
+
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
@@ -75,6 +77,7 @@ class CpuAttentionPool:
         lse: int,
         /,
     ) -> None: ...
+    def table(self) -> AttentionTable: ...
 
 # --- checksums (csrc/bindings/checksum.cpp) ---
 
@@ -277,6 +280,88 @@ class CpuDense:
 
     def logits(self, hidden: int, tokens: int, out: int, /) -> None:
         """Float32 both."""
+
+    def table(self) -> DenseTable: ...
+    def step(self, *, tokens: int, token_ids: int, cos: int, sin: int, hidden: int) -> DenseStep:
+        """``hidden``: float32 ``[2, tokens, hidden]``, where stage i leaves rows at i % 2."""
+
+class DenseStep:
+    """A step of ``CpuDense.table``; what it was made of outlives it."""
+
+    address: int
+
+# --- a step's layers without Python (csrc/bindings/loop.cpp) ---
+
+class DenseTable:
+    """A dense half's stages as C functions; keeps the half alive."""
+
+    layers: int
+
+class AttentionTable:
+    """A backend's append and attend as C functions; keeps the backend's native side alive."""
+
+    layers: int
+
+class Gate:
+    """A fair lock."""
+
+    def enter(self) -> None: ...
+    def leave(self) -> None: ...
+    @property
+    def waiting(self) -> int:
+        """Threads that wait to enter."""
+
+class LoopOutcome(Enum):
+    DONE = 0
+    EVENTS = 1
+    """Something else has come, to be looked at before the loop goes on."""
+    TIMEOUT = 2
+    HAND_OVER = 3
+    """This layer's hop, and what follows, is the caller's to do."""
+
+class Hop:
+    """A step's way to attention and back."""
+
+class OwnHop(Hop):
+    """Attention in the same node. ``rows``: addresses of starts, tables, their stride, lengths,
+    slots, then rows and tokens; ``qkv``: address and stride of q, k, v. All outlive it."""
+
+    def __init__(
+        self,
+        *,
+        table: AttentionTable,
+        rows: tuple[int, int, int, int, int, int, int],
+        qkv: tuple[int, int, int, int, int, int],
+        o: int,
+        lse: int,
+    ) -> None: ...
+    @property
+    def seconds(self) -> float: ...
+
+class LayerLoop:
+    """The layers of one step; ``step`` is the address of a step of ``dense``."""
+
+    def __init__(
+        self,
+        *,
+        dense: DenseTable,
+        step: int,
+        qkv: tuple[int, int, int, int, int, int],
+        hop: Hop,
+        gate: Gate | None,
+    ) -> None: ...
+    def run(self, timeout: float) -> LoopOutcome:
+        """Goes on where the last call ended; ``timeout`` bounds each wait. ``ValueError`` is what
+        a stage or attention refused."""
+
+    @property
+    def layer(self) -> int:
+        """The layer whose hop is under way, or is to be done by the caller."""
+
+    @property
+    def dense_seconds(self) -> float: ...
+    @property
+    def wait_seconds(self) -> float: ...
 
 # --- copies and mailboxes in shared memory (csrc/bindings/shm.cpp) ---
 # Memory is any writable contiguous buffer (``src`` and payloads may be read-only). It stays pinned

@@ -39,7 +39,7 @@ def test_a_waiter_comes_before_who_held_it_last():
         thread = threading.Thread(target=waiter)
         thread.start()
         waiting.wait(10)
-        while not gate._waiting:
+        while not gate.native.waiting:
             time.sleep(0.001)
     with gate:
         order.append("holder")

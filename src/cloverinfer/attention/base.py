@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import _native
 from ..kvcache.layout import PoolLayout
 from ..transport.base import DeviceMemory
 
@@ -34,6 +35,15 @@ class Capabilities:
     """Of ``window``, ``softcap``, ``sinks``, ``alibi``; a spec asking for another is refused."""
     checks_late: bool = False
     """A block or slot outside the pool is not followed, and is an error of the next call only."""
+
+
+@dataclass(frozen=True)
+class NativeAttention:
+    """A backend's ``append`` and ``attend`` as a table of C functions, while it is open."""
+
+    table: _native.AttentionTable
+    max_queries: int
+    """Most query tokens of a row."""
 
 
 class AttentionBackend(ABC):
@@ -97,3 +107,7 @@ class AttentionBackend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives the pool back; calling it twice is fine."""
+
+    def native(self) -> NativeAttention | None:
+        """For a layer loop without Python, once allocated; None where the backend has none."""
+        return None

@@ -14,7 +14,7 @@ from .. import _native
 from ..core.errors import ConfigError
 from ..kvcache.layout import KVSpec, PoolLayout
 from ..transport.base import DeviceMemory
-from .base import AttentionBackend, Capabilities
+from .base import AttentionBackend, Capabilities, NativeAttention
 from .pool import ALL_FEATURES, DTYPES, Pool, check_layout, check_tokens
 from .rows import attend_fast, first_visible
 
@@ -151,6 +151,9 @@ class CpuAttention(AttentionBackend):
         self._open()
         assert self._pool is not None
         self._pool.import_blocks(blocks, data)
+
+    def native(self) -> NativeAttention | None:
+        return NativeAttention(self._open().table(), _native.ATTENTION_MAX_QUERIES)
 
     def close(self) -> None:
         self._native = None  # joins its threads before the pool can go

@@ -43,6 +43,7 @@ _CHOICES = {
     "executor": EXECUTORS,
     "transport": TRANSPORTS,
     "attention_backend": ATTENTION_BACKENDS,
+    "layer_loop": ("auto", "python"),
 }
 
 
@@ -170,6 +171,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threads: int | None = None
     """Compute threads of each process; None: the cores it may use. Nodes of one process share them
     (local); nodes of different processes take turns by nature: one computes while others wait."""
+    layer_loop: str = "auto"
+    """auto (without Python where model, backend and transport offer it) or python, to compare."""
     start_timeout: float = 300.0
     """Seconds that all nodes together may take to start."""
     cache: CacheConfig = msgspec.field(default_factory=CacheConfig)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .. import _native
 from ..kvcache.layout import KVSpec
 
 Carry = tuple[torch.Tensor, ...]
@@ -65,6 +66,29 @@ class ModelArch:
     """What only one family reads (for OPT: word_embed_proj_dim, do_layer_norm_before, ...)."""
 
 
+class NativeStep(ABC):
+    """One step of a dense half's table: what its stages read, and the carry between them."""
+
+    address: int
+    """What the table's functions take as the step."""
+
+    @abstractmethod
+    def carry(self, layers: int) -> Carry:
+        """The carry that stage ``layers - 1`` left, for ``DenseHalf.stage``."""
+
+
+class NativeDense(ABC):
+    """A dense half's stages as a table of C functions, for steps of few tokens. It has no
+    ``logits``, nor the last stage: these run once per step."""
+
+    table: _native.DenseTable
+    max_tokens: int
+
+    @abstractmethod
+    def begin(self, token_ids_t: torch.Tensor, positions_t: torch.Tensor) -> NativeStep:
+        """A step of at most ``max_tokens`` tokens; both int64 and contiguous."""
+
+
 class DenseHalf(ABC):
     """Holds no state between calls but its weights; the same call gives the same result."""
 
@@ -104,3 +128,8 @@ class DenseHalf(ABC):
     @abstractmethod
     def logits(self, carry: Carry) -> torch.Tensor:
         """``[t, c]`` float32 from the carry of stage L."""
+
+    def native(self) -> NativeDense | None:
+        """The stages for a layer loop without Python; they give the same bits as ``stage``. None
+        where the half has none."""
+        return None

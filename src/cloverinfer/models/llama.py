@@ -17,9 +17,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from .arch import kv_specs
-from .base import QKV, Carry, DenseHalf, ModelArch, place
+from .base import QKV, Carry, DenseHalf, ModelArch, NativeDense, place
 from .linear import Linear, make_linear
-from .native import MAX_TOKENS, LayerWeights, ModelWeights, NativeStages, native_serves
+from .native import (
+    MAX_TOKENS,
+    LayerWeights,
+    LlamaTable,
+    ModelWeights,
+    NativeStages,
+    native_serves,
+)
 from .rope import rope_table
 from .weights import Checkpoint
 
@@ -56,6 +63,11 @@ class LlamaHalf(DenseHalf):
     def use_torch(self) -> None:
         """Sends every call through PyTorch."""
         self._native = None
+
+    def native(self) -> NativeDense | None:
+        if self._native is None:
+            return None
+        return LlamaTable(self._native, (self._cos, self._sin))
 
     @property
     def weight_bytes(self) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from .. import _native
 from .arena import Arena
-from .base import QKV, Carry, ModelArch
+from .base import QKV, Carry, ModelArch, NativeDense, NativeStep
 from .linear import Linear
 
 MAX_TOKENS = _native.DENSE_MAX_TOKENS
@@ -190,3 +190,49 @@ class NativeStages:
         kept = tensor.contiguous()
         self._kept.append(kept)
         return kept.data_ptr()
+
+    def table(self) -> _native.DenseTable:
+        """The stages as C functions; it keeps what they need alive, but not the weights."""
+        return self._native.table()
+
+    def step(
+        self, token_ids_t: torch.Tensor, cos_t1d: torch.Tensor, sin_t1d: torch.Tensor
+    ) -> DenseStep:
+        return DenseStep(self._native, self._hidden, (token_ids_t, cos_t1d, sin_t1d))
+
+
+class DenseStep(NativeStep):
+    def __init__(
+        self,
+        native: _native.CpuDense,
+        hidden: int,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        self._inputs = token_ids_t, cos_t1d, sin_t1d = inputs
+        tokens = token_ids_t.shape[0]
+        self._hidden_2tc = torch.empty((2, tokens, hidden))
+        assert all(tensor.is_contiguous() for tensor in inputs)
+        self._step = native.step(
+            tokens=tokens,
+            token_ids=token_ids_t.data_ptr(),
+            cos=cos_t1d.data_ptr(),
+            sin=sin_t1d.data_ptr(),
+            hidden=self._hidden_2tc.data_ptr(),
+        )
+        self.address = self._step.address
+
+    def carry(self, layers: int) -> Carry:
+        return self._hidden_2tc[(layers - 1) % 2], *self._inputs[1:]
+
+
+class LlamaTable(NativeDense):
+    """The stages of ``stages``; ``rope`` is the half's cos and sin by position."""
+
+    def __init__(self, stages: NativeStages, rope: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._stages, self._rope = stages, rope
+        self.table = stages.table()
+        self.max_tokens = MAX_TOKENS
+
+    def begin(self, token_ids_t: torch.Tensor, positions_t: torch.Tensor) -> NativeStep:
+        cos, sin = self._rope
+        return self._stages.step(token_ids_t, cos[positions_t], sin[positions_t])

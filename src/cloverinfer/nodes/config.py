@@ -35,3 +35,5 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     dense_nodes: tuple[str, ...] = ()
     attention_nodes: tuple[str, ...] = ()
     network: NetworkConfig = NetworkConfig()
+    layer_loop: str = "auto"
+    """See ``ClusterConfig``."""

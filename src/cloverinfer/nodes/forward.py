@@ -16,6 +16,7 @@ from ..models.sampling import NO_TOKEN, sample
 from ..models.shaping import shape
 from ..wire.messages import StepDone, StepPlan, StepStats
 from .gate import Gate, OpenGate
+from .layer_loop import OwnLoop
 from .rows import Batch
 
 SCORE_TOKENS = 256
@@ -144,15 +145,33 @@ def _logprobs(batch: Batch, logits: torch.Tensor, tokens: list[int]) -> dict[int
 class LocalForward:
     """Runs whole steps; ``on_layer(layer)`` is called as each layer's KV is complete."""
 
-    def __init__(self, half: DenseHalf, backend: AttentionBackend, gate: Gate | OpenGate) -> None:
+    def __init__(
+        self,
+        half: DenseHalf,
+        backend: AttentionBackend,
+        gate: Gate | OpenGate,
+        layer_loop: str = "auto",
+    ) -> None:
         self._half = half
         self._backend = backend
         self._gate = gate
+        self._loop = OwnLoop.of(half, backend, gate) if layer_loop == "auto" else None
 
     def run(
         self, batch: Batch, stats: StepStats, on_layer: Callable[[int], None] | None = None
     ) -> Sampled:
         """What was sampled; adds the time of each part to ``stats``."""
+        if self._loop is not None and on_layer is None and self._loop.serves(batch):
+            attn_out, carry = self._loop.run(batch, stats)
+        else:
+            attn_out, carry = self._run_layers(batch, stats, on_layer)
+        if not batch.sampled and not batch.scored:
+            return Sampled()
+        return self._finish(batch, attn_out, carry, stats)
+
+    def _run_layers(
+        self, batch: Batch, stats: StepStats, on_layer: Callable[[int], None] | None
+    ) -> tuple[torch.Tensor, Carry]:
         half = self._half
         carry: Carry | None = None
         attn_out: torch.Tensor | None = None
@@ -170,9 +189,9 @@ class LocalForward:
             stats.attention_calls += 1
             if on_layer is not None:
                 on_layer(layer)
-        if not batch.sampled and not batch.scored:
-            return Sampled()
-        return self._finish(batch, attn_out, carry, stats)
+        assert attn_out is not None
+        assert carry is not None
+        return attn_out, carry
 
     def _attend(
         self, layer: int, batch: Batch, qkv: tuple[torch.Tensor | None, ...]
@@ -192,12 +211,10 @@ class LocalForward:
     def _finish(
         self,
         batch: Batch,
-        attn_out: torch.Tensor | None,
-        carry: Carry | None,
+        attn_out: torch.Tensor,
+        carry: Carry,
         stats: StepStats,
     ) -> Sampled:
-        assert attn_out is not None
-        assert carry is not None
         with self._gate:
             t0 = time.perf_counter()
             scores = prompt_logprobs(self._half, batch, attn_out, carry)

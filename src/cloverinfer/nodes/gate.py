@@ -6,36 +6,23 @@ them, first come first served, so that together they never run more threads than
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-
+from .. import _native
 from .openmp import release_workers
 
 
 class Gate:
-    """A fair lock. ``threading.Lock`` is not: a prefill between two layers would keep it."""
+    """A fair lock, which layer loops without Python take too. ``threading.Lock`` is not fair: a
+    prefill between two layers would keep it."""
 
     def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._held = False
-        self._waiting: deque[threading.Lock] = deque()
+        self.native: _native.Gate | None = _native.Gate()
+        self._enter, self._leave = self.native.enter, self.native.leave
 
     def __enter__(self) -> None:
-        with self._mutex:
-            if not self._held:
-                self._held = True
-                return
-            turn = threading.Lock()
-            turn.acquire()
-            self._waiting.append(turn)
-        turn.acquire()  # released by whoever hands the gate over
+        self._enter()
 
     def __exit__(self, *_: object) -> None:
-        with self._mutex:
-            if self._waiting:
-                self._waiting.popleft().release()
-            else:
-                self._held = False
+        self._leave()
 
     def rest(self) -> None:
         """Called by a node that will not compute for a while: its workers leave the cores."""
@@ -44,6 +31,8 @@ class Gate:
 
 class OpenGate:
     """For a node that has its process for itself."""
+
+    native: _native.Gate | None = None
 
     def __enter__(self) -> None:
         return None

@@ -48,7 +48,7 @@ class LocalNode(Node):
         self.rows = RowTable(
             config.cache.block_size, local_attention=True, grammars=grammars_of(model)
         )
-        self.forward = LocalForward(self.half, self.backend, gate)
+        self.forward = LocalForward(self.half, self.backend, gate, config.layer_loop)
 
     def regions(self) -> dict[str, RegionRef]:
         return {"kv": self.pool.ref}

@@ -106,6 +106,7 @@ def node_configs(cluster: ClusterConfig, model: ModelConfig) -> list[NodeConfig]
             transport=cluster.transport,
             network=cluster.network,
             attention_backend=cluster.attention_backend,
+            layer_loop=cluster.layer_loop,
             threads=threads,
             lanes=cluster.scheduler.num_wavefronts,
             max_rows=cluster.scheduler.max_num_seqs,

@@ -51,6 +51,7 @@ class NodeReports:
                 "barrier_seconds": 0.0,
                 "push_seconds": 0.0,
                 "push_wait_seconds": 0.0,
+                "native_layers": 0,
             }
 
     def rows(self) -> list[dict[str, Any]]:
@@ -74,6 +75,7 @@ class NodeReports:
             barrier_seconds=stats.barrier,
             push_seconds=stats.push,
             push_wait_seconds=stats.push_wait,
+            native_layers=stats.native_layers,
         )
 
     def attention(self, done: AttentionDone) -> None:

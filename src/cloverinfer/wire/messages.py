@@ -266,6 +266,8 @@ class StepStats(msgspec.Struct, array_like=True):
     """From the end of computing to the end of the last put: what was not hidden."""
     bytes_in: int = 0
     bytes_out: int = 0
+    native_layers: int = 0
+    """Layers that ran without Python."""
 
 
 class StepDone(msgspec.Struct, array_like=True, tag="done"):

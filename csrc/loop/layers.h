@@ -1,0 +1,41 @@
+// A step's layers, one after another, without Python in between: a stage of the dense half, the hop
+// to attention and back, the next stage. The last stage and the logits are the caller's.
+//
+// It knows tables and hops, not models, pools or wires.
+#pragma once
+
+#include "loop/hop.h"
+
+namespace clover::loop {
+
+class Layers {
+ public:
+  // All that is handed in outlives this; `gate` may be null.
+  Layers(const DenseTable& dense, void* step, const QkvRows& qkv, Hop* hop, Gate* gate)
+      : dense_(dense), step_(step), qkv_(qkv), hop_(hop), gate_(gate) {}
+
+  // Goes on where the last call ended. A call that waits for others ends after `timeout_ns`, and
+  // std::invalid_argument is a stage's or attention's own refusal, after which there is no going
+  // on.
+  Outcome run(int64_t timeout_ns);
+
+  // The layer whose hop is under way, or is to be done by the caller.
+  int layer() const { return layer_; }
+  double dense_seconds() const { return dense_seconds_; }
+  double wait_seconds() const { return wait_seconds_; }
+
+ private:
+  void stage_and_send();
+
+  DenseTable dense_;
+  void* step_;
+  QkvRows qkv_;
+  Hop* hop_;
+  Gate* gate_;
+  int layer_ = 0;
+  bool sent_ = false;
+  double dense_seconds_ = 0.0;
+  double wait_seconds_ = 0.0;
+};
+
+}  // namespace clover::loop
