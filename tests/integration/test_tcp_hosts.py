@@ -2,49 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
+from tests.network_hosts import Host, hosts
 from tests.processes import start
 
 from cloverinfer.transport._tcp_address import TcpAddress
 
-HERE = f"clv{os.getpid() % 100_000}"
-HOSTS = {f"{HERE}a": "198.18.0.1", f"{HERE}b": "198.18.0.2"}
-"""Of the range that is set apart for tests between networks."""
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=30)
-
 
 @pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root and the command ip")
-    with contextlib.ExitStack() as undo:
-        try:
-            for name in HOSTS:
-                ip("netns", "add", name)
-                undo.callback(ip, "netns", "del", name)
-            a, b = HOSTS
-            ip("link", "add", a, "netns", a, "type", "veth", "peer", "name", b, "netns", b)
-            for name, address in HOSTS.items():
-                ip("-n", name, "addr", "add", f"{address}/24", "dev", name)
-                ip("-n", name, "link", "set", name, "up")
-                ip("-n", name, "link", "set", "lo", "up")
-        except subprocess.CalledProcessError as problem:
-            pytest.skip(f"no network namespaces here: {problem.stderr.strip()}")
-        yield list(HOSTS)
+def pair() -> Iterator[list[Host]]:
+    with hosts(2) as made:
+        yield made
 
 
-def on(host: str, *words: str) -> subprocess.Popen[str]:
-    command = ["ip", "netns", "exec", host, sys.executable, "-m", "tests.tcp_host", *words]
+def on(host: Host, *words: str) -> subprocess.Popen[str]:
+    command = host.command(sys.executable, "-m", "tests.tcp_host", *words)
     return start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
@@ -54,16 +30,16 @@ def line(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.timeout(120)
-def test_patterns_between_two_hosts_and_a_cable_that_is_cut(hosts: list[str]) -> None:
-    first, second = hosts
-    listener = on(first, "listen", HOSTS[first])
+def test_patterns_between_two_hosts_and_a_cable_that_is_cut(pair: list[Host]) -> None:
+    first, second = pair
+    listener = on(first, "listen", first.address)
     visitor = None
     try:
         address = line(listener)
-        assert TcpAddress.parse(address).host == HOSTS[first]
-        visitor = on(second, "visit", HOSTS[second], address)
+        assert TcpAddress.parse(address).host == first.address
+        visitor = on(second, "visit", second.address, address)
         assert line(visitor) == "whole"
-        ip("-n", first, "link", "set", first, "down")
+        first.cut()
         # Nothing says that the other host is gone: only the deadline tells.
         assert visitor.stdin is not None
         visitor.stdin.write("\n")

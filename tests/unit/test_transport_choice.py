@@ -1,12 +1,15 @@
 """The first transport of the order that both ends have, and one reason for each before it."""
 
+from itertools import chain
+
 import msgspec
 import pytest
 
 from cloverinfer import ClusterConfig
 from cloverinfer.config.network import NetworkConfig
 from cloverinfer.core.errors import ConfigError
-from cloverinfer.orchestrator.layout import choose_transport, with_secret
+from cloverinfer.orchestrator.layout import choose_transport, node_names, with_secret
+from cloverinfer.orchestrator.placement import on_this_host
 from cloverinfer.transport import choice as choices
 from cloverinfer.transport.base import Capabilities
 from cloverinfer.transport.choice import Offer, PassedOver, choose, choose_for_all, offer
@@ -86,12 +89,14 @@ def test_an_offer_of_this_process_meets_itself():
 @pytest.mark.parametrize("topology", ["colocated", "pd", "pda"])
 def test_a_named_transport_is_taken_or_refused_with_the_reason(topology, monkeypatch):
     threads = ClusterConfig(topology=topology, executor="local", transport="shm")
-    assert choose_transport(threads) == choices.Choice("shm")
+    names = list(chain(*node_names(threads).values()))
+    assert choose_transport(threads, on_this_host(names, True)) == choices.Choice("shm")
     monkeypatch.setattr(choices, "missing", lambda name: f"{name} is broken")
+    broken = on_this_host(names, True)
     with pytest.raises(ConfigError, match="shm cannot be used: scheduler: shm is broken"):
-        choose_transport(threads)
+        choose_transport(threads, broken)
     with pytest.raises(ConfigError, match="no transport connects all nodes: inproc: scheduler"):
-        choose_transport(msgspec.structs.replace(threads, transport="auto"))
+        choose_transport(msgspec.structs.replace(threads, transport="auto"), broken)
 
 
 def test_the_secret_is_never_shown():

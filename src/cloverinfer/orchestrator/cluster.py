@@ -19,7 +19,8 @@ from ..transport.choice import Choice
 from ..transport.shm import remove_leftovers
 from ..wire.messages import Meet, Message, Met, NodeInfo, Shutdown, decode, encode
 from .executors import Executor, OnDeath, create_executor
-from .layout import choose_transport, node_configs, with_secret
+from .layout import choose_transport, node_configs, node_names, with_secret
+from .placement import Placement, network_at
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
@@ -31,10 +32,9 @@ class Cluster:
     def __init__(
         self, model: ModelConfig, cluster: ClusterConfig, progress: Callable[[str], None]
     ) -> None:
-        self.choice: Choice = choose_transport(cluster)
+        self.config = with_secret(cluster)
+        self.choice = Choice("")
         """Which transport connects the nodes, and why not those before it."""
-        config = msgspec.structs.replace(cluster, transport=self.choice.transport)
-        self.config = with_secret(config)
         self.model: ResolvedModel = resolve_model(model, progress)
         self.tokenizer: Tokenizer | None = self._load_tokenizer()
         self.infos: list[NodeInfo] = []
@@ -73,13 +73,14 @@ class Cluster:
             return None
 
     def _start(self, model: ModelConfig, progress: Callable[[str], None]) -> None:
-        cluster = self.config
-        deadline = time.monotonic() + cluster.start_timeout
-        configs = node_configs(cluster, model)
+        deadline = time.monotonic() + self.config.start_timeout
         remove_leftovers()  # of engines that were killed
-        timeout = cluster.start_timeout
+        placement = self._place(progress)
+        configs = node_configs(self.config, model, placement)
+        network = network_at(self.config.network, placement.scheduler)
+        timeout = max(0.0, round(deadline - time.monotonic(), 1))
         self.infos = self._executor.start(configs, timeout, self._note_death, progress)
-        self._endpoint = create_endpoint(cluster.transport, "scheduler", cluster.network)
+        self._endpoint = create_endpoint(self.config.transport, "scheduler", network)
         self._own = self._endpoint.connect(self._endpoint.address())
         for info in self.infos:
             self._peers[info.peer.name] = self._endpoint.connect(info.peer.address)
@@ -92,6 +93,14 @@ class Cluster:
                 f"the context is limited to {self.max_model_len} of {self.model.max_model_len} "
                 "tokens by the KV pools (cache.memory_gib, cache.num_blocks)"
             )
+
+    def _place(self, progress: Callable[[str], None]) -> Placement:
+        """Where the nodes will run; the transport is chosen by it."""
+        names = node_names(self.config)
+        placement = self._executor.place(names, self.config.start_timeout, progress)
+        self.choice = choose_transport(self.config, placement)
+        self.config = msgspec.structs.replace(self.config, transport=self.choice.transport)
+        return placement
 
     def _await_met(self, deadline: float) -> None:
         missing = set(self._peers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 
 import msgspec
@@ -11,45 +10,33 @@ from ..config.cluster import CacheConfig, ClusterConfig, ModelConfig
 from ..core.errors import ConfigError
 from ..nodes import config as roles
 from ..nodes.config import NodeConfig
-from ..transport.choice import Choice, Offer, choose_for_all, offer, reason_against
+from ..transport.choice import Choice, Offer, choose_for_all, reason_against
+from .placement import Placement, network_at
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
-
-
-def choose_transport(cluster: ClusterConfig) -> Choice:
+def choose_transport(cluster: ClusterConfig, placement: Placement) -> Choice:
     """The first transport that connects every two parts of the cluster that exchange data, or the
-    one that ``cluster.transport`` names; ``ConfigError`` where it cannot connect them.
-
-    All executors run their nodes on this host, so this process can speak for all of them.
-    """
-    pairs = _pairs(cluster)
+    one that ``cluster.transport`` names; ``ConfigError`` where it cannot connect them."""
+    pairs = _pairs(cluster, placement)
     if cluster.transport == "auto":
         choice = choose_for_all(pairs)
         if not choice.transport:
             reasons = "; ".join(f"{one.transport}: {one.reason}" for one in choice.passed_over)
             raise ConfigError(f"no transport connects all nodes: {reasons}")
         return choice
-    # Ray may not be running yet: its executor starts it.
+    # With another executor it is the nodes that join Ray.
     reason = "" if cluster.transport == "ray" else reason_against(cluster.transport, pairs)
     if reason:
         raise ConfigError(f"cluster.transport {cluster.transport} cannot be used: {reason}")
     return Choice(cluster.transport)
 
 
-def _pairs(cluster: ClusterConfig) -> list[tuple[Offer, Offer]]:
+def _pairs(cluster: ClusterConfig, placement: Placement) -> list[tuple[Offer, Offer]]:
     """Who exchanges data with whom: the scheduler with every node, and the roles of a request's
     way with one another."""
-    scheduler = offer("scheduler")
     names = node_names(cluster)
-    ends = {
-        name: offer(name, None if cluster.executor == "local" else name)
-        for role in names
-        for name in names[role]
-    }
-    pairs = [(scheduler, end) for end in ends.values()]
+    ends = {name: place.offer for name, place in placement.nodes.items()}
+    pairs = [(placement.scheduler.offer, end) for end in ends.values()]
     for one, other in _PARTNERS:
         pairs += [(ends[a], ends[b]) for a in names.get(one, ()) for b in names.get(other, ())]
     return pairs
@@ -92,11 +79,13 @@ def node_names(cluster: ClusterConfig) -> dict[str, tuple[str, ...]]:
     return {role: tuple(f"{role}-{i}" for i in range(count)) for role, count in counts.items()}
 
 
-def node_configs(cluster: ClusterConfig, model: ModelConfig) -> list[NodeConfig]:
+def node_configs(
+    cluster: ClusterConfig, model: ModelConfig, placement: Placement
+) -> list[NodeConfig]:
     """One config per node, on the transport that ``cluster`` names."""
     assert cluster.transport != "auto", "choose a transport first"
     names = node_names(cluster)
-    threads = cluster.threads or usable_cores()
+    places = placement.nodes
     return [
         NodeConfig(
             name=name,
@@ -104,10 +93,10 @@ def node_configs(cluster: ClusterConfig, model: ModelConfig) -> list[NodeConfig]
             model=_model_of(role, model),
             cache=_cache_of(role, cluster.cache),
             transport=cluster.transport,
-            network=cluster.network,
+            network=network_at(cluster.network, places[name]),
             attention_backend=cluster.attention_backend,
             layer_loop=cluster.layer_loop,
-            threads=threads,
+            threads=cluster.threads or places[name].cores,
             lanes=cluster.scheduler.num_wavefronts,
             max_rows=cluster.scheduler.max_num_seqs,
             dense_nodes=names.get(roles.DENSE, ()),

@@ -1,12 +1,13 @@
-"""The contract of an executor: it starts nodes, tells of deaths, and stops them. No more."""
+"""The contract of an executor: it places nodes, starts them, tells of deaths, and stops them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ...nodes.config import NodeConfig
 from ...wire.messages import NodeInfo
+from ..placement import Placement
 
 OnDeath = Callable[[str, str], None]
 """(node's name, reason); called from any thread, at most once per node, not after ``stop``."""
@@ -18,10 +19,20 @@ STOP_SECONDS = 10.0
 
 class Executor(ABC):
     @abstractmethod
+    def place(
+        self, names: Mapping[str, Sequence[str]], timeout: float, progress: Progress
+    ) -> Placement:
+        """Where the nodes, whose names are given by role, will run; called once, before ``start``.
+
+        ``NodeStartError`` where there is no room for one, or it is not known within ``timeout``
+        seconds. ``stop`` frees what this took.
+        """
+
+    @abstractmethod
     def start(
         self, configs: Sequence[NodeConfig], timeout: float, on_death: OnDeath, progress: Progress
     ) -> list[NodeInfo]:
-        """Starts all nodes side by side and returns their infos in order.
+        """Starts all nodes that were placed side by side and returns their infos in order.
 
         ``NodeStartError`` with the first node's name and reason where one cannot start or does not
         within ``timeout`` seconds; the others are stopped by then.

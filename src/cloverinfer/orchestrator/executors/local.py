@@ -6,7 +6,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NoReturn
 
 from ...core.errors import NodeStartError, describe
@@ -15,6 +16,7 @@ from ...nodes.build import build_node
 from ...nodes.config import NodeConfig
 from ...nodes.gate import Gate, OpenGate
 from ...wire.messages import NodeInfo
+from ..placement import Placement, on_this_host
 from .base import STOP_SECONDS, Executor, OnDeath, Progress
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,11 @@ class LocalExecutor(Executor):
         self._threads: list[threading.Thread] = []
         self._nodes: dict[str, Node] = {}
         self._stopping = threading.Event()
+
+    def place(
+        self, names: Mapping[str, Sequence[str]], timeout: float, progress: Progress
+    ) -> Placement:
+        return on_this_host(chain(*names.values()), one_process=True)
 
     def start(
         self, configs: Sequence[NodeConfig], timeout: float, on_death: OnDeath, progress: Progress

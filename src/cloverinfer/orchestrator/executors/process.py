@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 
@@ -21,6 +22,7 @@ from ...nodes.config import NodeConfig
 from ...nodes.main import Report, Started, frame_config
 from ...transport.shm import remove_leftovers
 from ...wire.messages import NodeInfo
+from ..placement import Placement, on_this_host
 from .base import STOP_SECONDS, Executor, OnDeath, Progress
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,11 @@ class ProcessExecutor(Executor):
     def __init__(self) -> None:
         self._children: list[_Child] = []
         self._stopping = threading.Event()
+
+    def place(
+        self, names: Mapping[str, Sequence[str]], timeout: float, progress: Progress
+    ) -> Placement:
+        return on_this_host(chain(*names.values()))
 
     def start(
         self, configs: Sequence[NodeConfig], timeout: float, on_death: OnDeath, progress: Progress

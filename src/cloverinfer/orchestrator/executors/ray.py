@@ -1,5 +1,5 @@
-"""Nodes as Ray actors. They are placed on this process's Ray node, since the transports that exist
-so far connect processes of one host. ``max_restarts=0``: the orchestrator alone restarts.
+"""Nodes as Ray actors, on the hosts of a Ray cluster or on this one alone. ``max_restarts=0``: the
+orchestrator alone restarts.
 
 Results are awaited as futures and never by ``ray.get``, which an async actor (``GlobalScheduler``)
 must not call.
@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import signal
-import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 import msgspec
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...core.errors import NodeStartError
 from ...nodes.config import NodeConfig
+from ...transport.choice import offer
 from ...transport.shm import lives, remove_leftovers
 from ...wire.messages import NodeInfo
-from ..layout import usable_cores
+from ..placement import Place, Placement, usable_cores
+from ._ray_hosts import RayHosts, own_address
 from .base import STOP_SECONDS, Executor, OnDeath, Progress
 from .process import SPIN_COUNT
 
@@ -38,20 +36,21 @@ log = logging.getLogger(__name__)
 class NodeActor:
     """The shell of a few lines around a node."""
 
-    def __init__(self, config: bytes) -> None:
-        self._config = msgspec.msgpack.decode(config, type=NodeConfig)
+    def __init__(self) -> None:
         self._node: Any = None
 
-    def pid(self) -> int:
-        return os.getpid()
+    def place(self, name: str) -> tuple[bytes, int]:
+        """Where this actor is, and its process id."""
+        place = Place(offer(name, name), usable_cores(), own_address())
+        return msgspec.msgpack.encode(place), os.getpid()
 
-    def start(self) -> tuple[bytes, str]:
+    def start(self, config: bytes) -> tuple[bytes, str]:
         """The node's info; or nothing, and why it could not start."""
         from ...core.errors import describe
         from ...nodes.build import build_node
 
         try:
-            self._node = build_node(self._config)
+            self._node = build_node(msgspec.msgpack.decode(config, type=NodeConfig))
         except Exception as problem:
             return b"", describe(problem)
         return msgspec.msgpack.encode(self._node.info()), ""
@@ -66,30 +65,47 @@ class NodeActor:
 
 class RayExecutor(Executor):
     def __init__(self) -> None:
+        self._hosts = RayHosts()
         self._actors: dict[str, Any] = {}
-        self._pids: dict[str, Future[int]] = {}
+        self._pids: dict[str, int] = {}
+        """Of the nodes whose processes this one sees."""
         self._runs: list[Future[None]] = []
         self._stopping = threading.Event()
-        self._ray_folder = ""
-        """Of the embedded Ray; empty where a Ray was running already."""
+
+    def place(
+        self, names: Mapping[str, Sequence[str]], timeout: float, progress: Progress
+    ) -> Placement:
+        deadline = time.monotonic() + timeout
+        self._hosts.connect(progress)
+        for name, options in self._hosts.reserve(names, timeout).items():
+            env = {"env_vars": {"GOMP_SPINCOUNT": SPIN_COUNT}}
+            self._actors[name] = NodeActor.options(**options, runtime_env=env).remote()
+        asked = {actor.place.remote(name).future(): name for name, actor in self._actors.items()}
+        told = _gather(asked, deadline, f"be placed within {timeout:g} s")
+        address = own_address() if self._hosts.several else ""
+        own = Place(offer("scheduler"), usable_cores(), address)
+        places = {}
+        for name in self._actors:
+            data, pid = told[name]
+            place = msgspec.msgpack.decode(data, type=Place)
+            if own.sees(place):
+                self._pids[name] = pid
+            if not self._hosts.several:
+                place = msgspec.structs.replace(place, address="")
+            places[name] = place
+        return Placement(own, places)
 
     def start(
         self, configs: Sequence[NodeConfig], timeout: float, on_death: OnDeath, progress: Progress
     ) -> list[NodeInfo]:
+        progress(f"starting {', '.join(config.name for config in configs)} (Ray actors)")
         deadline = time.monotonic() + timeout
+        starts = {}
+        for config in configs:
+            start = self._actors[config.name].start.remote(msgspec.msgpack.encode(config))
+            starts[start.future()] = config.name
         try:
-            self._connect(progress)
-            progress(f"starting {', '.join(config.name for config in configs)} (Ray actors)")
-            here = ray.get_runtime_context().get_node_id()
-            options = NodeActor.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
-                runtime_env={"env_vars": {"GOMP_SPINCOUNT": SPIN_COUNT}},
-            )
-            for config in configs:
-                actor = options.remote(msgspec.msgpack.encode(config))
-                self._actors[config.name] = actor
-                self._pids[config.name] = actor.pid.remote().future()
-            infos = self._await_starts(deadline, timeout)
+            infos = _gather(starts, deadline, f"start within {timeout:g} s", _read_info)
         except BaseException:
             self.stop()
             raise
@@ -97,40 +113,7 @@ class RayExecutor(Executor):
             run = actor.run.remote().future()
             run.add_done_callback(lambda run, name=name: self._on_end(name, run, on_death))
             self._runs.append(run)
-        return infos
-
-    def _connect(self, progress: Progress) -> None:
-        if ray.is_initialized():
-            return
-        progress("starting an embedded Ray on this machine")
-        # In /tmp whatever TMPDIR says: its sockets' paths may have 107 characters.
-        self._ray_folder = tempfile.mkdtemp(prefix="cloverinfer-ray-", dir="/tmp")
-        before = signal.getsignal(signal.SIGTERM)
-        ray.init(
-            address="local",
-            num_cpus=usable_cores(),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=self._ray_folder,
-        )
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)  # Ray has taken it
-
-    def _await_starts(self, deadline: float, timeout: float) -> list[NodeInfo]:
-        """Infos in order; raises as soon as one node reports that it cannot start."""
-        infos: dict[str, NodeInfo] = {}
-        starts = {actor.start.remote().future(): name for name, actor in self._actors.items()}
-        while starts:
-            left = max(0.0, deadline - time.monotonic())
-            ready, _ = wait(starts, left, return_when=FIRST_COMPLETED)
-            if not ready:
-                late = ", ".join(starts.values())
-                raise NodeStartError(f"{late} did not start within {timeout:g} s")
-            for future in ready:
-                name = starts.pop(future)
-                infos[name] = _info_of(name, future)
-        return [infos[name] for name in self._actors]
+        return [infos[config.name] for config in configs]
 
     def _on_end(self, name: str, run: Future[None], on_death: OnDeath) -> None:
         """A run that ends, well or not, is a death unless we are stopping."""
@@ -139,7 +122,8 @@ class RayExecutor(Executor):
         problem = run.exception()
         reason = str(problem).strip().splitlines()[0] if problem else "its loop ended"
         on_death(name, reason)
-        remove_leftovers(self._pids[name].result())
+        if name in self._pids:
+            remove_leftovers(self._pids[name])
 
     def stop(self) -> None:
         if self._stopping.is_set():
@@ -148,21 +132,12 @@ class RayExecutor(Executor):
         try:
             self._stop_actors()
         finally:
-            if self._ray_folder:
-                self._end_ray()
+            self._hosts.close()
             self._sweep()
-
-    def _end_ray(self) -> None:
-        """Ends the embedded Ray and removes its files; its last agents may write for a moment."""
-        ray.shutdown()
-        deadline = time.monotonic() + STOP_SECONDS
-        while os.path.exists(self._ray_folder) and time.monotonic() < deadline:
-            shutil.rmtree(self._ray_folder, ignore_errors=True)
-            time.sleep(0.05)
 
     def _sweep(self) -> None:
         """Removes what nodes that were killed have left, once they are gone."""
-        pids = [f.result() for f in self._pids.values() if f.done() and f.exception() is None]
+        pids = list(self._pids.values())
         deadline = time.monotonic() + STOP_SECONDS
         while any(map(lives, pids)) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -179,11 +154,30 @@ class RayExecutor(Executor):
         self._actors.clear()
 
 
-def _info_of(name: str, start: Future[tuple[bytes, str]]) -> NodeInfo:
-    try:
-        data, reason = start.result(timeout=0)
-    except RayError as problem:
-        raise NodeStartError(f"{name} could not start: {problem}") from problem
+def _gather(
+    calls: dict[Future[Any], str],
+    deadline: float,
+    what: str,
+    read: Callable[[str, Any], Any] = lambda name, answer: answer,
+) -> dict[str, Any]:
+    """What ``read`` makes of every node's answer, by its name; raises at the first that fails."""
+    waiting, answers = dict(calls), {}
+    while waiting:
+        ready, _ = wait(waiting, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED)
+        if not ready:
+            raise NodeStartError(f"{', '.join(waiting.values())} did not {what}")
+        for future in ready:
+            name = waiting.pop(future)
+            try:
+                answer = future.result(timeout=0)
+            except RayError as problem:
+                raise NodeStartError(f"{name} could not start: {problem}") from problem
+            answers[name] = read(name, answer)
+    return answers
+
+
+def _read_info(name: str, answer: tuple[bytes, str]) -> NodeInfo:
+    data, reason = answer
     if reason:
         raise NodeStartError(f"{name} could not start: {reason}")
     return msgspec.msgpack.decode(data, type=NodeInfo)

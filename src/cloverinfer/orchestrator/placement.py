@@ -1,0 +1,70 @@
+"""Where nodes run, known before they are configured: what each offers, its host's address, its
+cores. Knows neither what places them nor what they are told then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import msgspec
+
+from ..config.network import NetworkConfig
+from ..core.errors import ConfigError
+from ..transport.choice import Offer, offer
+
+_WILDCARDS = ("0.0.0.0", "::")
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Of one node, or of the scheduler."""
+
+    offer: Offer
+    cores: int
+    address: str = ""
+    """Of its host, as other hosts reach it; empty where all are on one host."""
+
+    def sees(self, other: Place) -> bool:
+        """Both see the same processes and shared memory."""
+        return self.offer.host == other.offer.host and self.offer.shared == other.offer.shared
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """The scheduler's place, which is this process, and every node's, by its name."""
+
+    scheduler: Place
+    nodes: dict[str, Place]
+
+
+def on_this_host(names: Iterable[str], one_process: bool = False) -> Placement:
+    """All nodes beside this process, or in it."""
+    cores = usable_cores()
+    places = {name: Place(offer(name, None if one_process else name), cores) for name in names}
+    return Placement(Place(offer("scheduler"), cores), places)
+
+
+def network_at(network: NetworkConfig, place: Place) -> NetworkConfig:
+    """What the endpoint at ``place`` is told: where nodes are on several hosts it listens at its
+    own host's address, or tells that one to its peers where it listens at every interface.
+
+    ``ConfigError`` where ``network`` names an address, which only one of the hosts can have.
+    """
+    if not place.address:
+        return network
+    if network.advertise_host is not None:
+        raise ConfigError(
+            "network.advertise_host is one host's, but the nodes are on several: leave it out"
+        )
+    if network.bind_host in _WILDCARDS:
+        return msgspec.structs.replace(network, advertise_host=place.address)
+    if network.bind_host != NetworkConfig().bind_host:
+        raise ConfigError(
+            f"network.bind_host {network.bind_host} is one host's, but the nodes are on several: "
+            "leave it out, or set it to 0.0.0.0"
+        )
+    return msgspec.structs.replace(network, bind_host=place.address)
