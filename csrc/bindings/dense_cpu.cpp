@@ -5,7 +5,7 @@
 
 #include <stdexcept>
 #include <string>
-#include <utility>
+#include <tuple>
 
 #include "dense_cpu/dense.h"
 #include "dense_cpu/dispatch.h"
@@ -25,24 +25,40 @@ T* at(int64_t address, const char* name, bool needed = true) {
   return reinterpret_cast<T*>(address);
 }
 
-using Addresses = std::pair<int64_t, int64_t>;
+// Format, address of the packed weights, address of the bias or 0.
+using Packed = std::tuple<int, int64_t, int64_t>;
 
-dense::Matrix matrix(const Addresses& addresses, const char* name) {
-  return {at<uint16_t>(addresses.first, name), at<uint16_t>(addresses.second, name, false), 0, 0};
+dense::Matrix matrix(const Packed& packed, const char* name) {
+  const auto [format, weight, bias] = packed;
+  if (format < 0 || format > static_cast<int>(dense::Format::kInt4))
+    throw std::invalid_argument(std::string(name) + " is of an unknown format");
+  if (weight % 64 != 0)
+    throw std::invalid_argument(std::string(name) + " is not at a multiple of 64 bytes");
+  dense::Matrix made;
+  made.format = static_cast<dense::Format>(format);
+  made.weight = at<uint8_t>(weight, name);
+  made.bias = at<uint16_t>(bias, name, false);
+  return made;
+}
+
+int64_t packed_bytes(int format, int64_t outputs, int64_t inputs) {
+  if (format < 0 || format > static_cast<int>(dense::Format::kInt4) || outputs < 1 || inputs < 1)
+    throw std::invalid_argument("no such format or size");
+  const int64_t panels = dense::round_up(outputs, dense::kBlock) / dense::kBlock;
+  return panels * dense::panel_bytes(static_cast<dense::Format>(format), inputs);
 }
 
 std::unique_ptr<Dense> make(int threads, const std::string& isa, int64_t hidden, int64_t heads,
                             int64_t kv_heads, int64_t head_dim, int64_t ffn, int64_t vocab,
-                            float eps, int64_t embedding, int64_t final_norm, int64_t head) {
+                            float eps, int64_t embedding, int64_t final_norm, const Packed& head) {
   if (threads < 1) throw std::invalid_argument("threads must be at least 1");
   const dense::Shape shape = {hidden, heads, kv_heads, head_dim, ffn, vocab, eps};
   return std::make_unique<Dense>(threads, isa, shape, at<uint16_t>(embedding, "embedding"),
-                                 at<uint16_t>(final_norm, "final_norm"),
-                                 at<uint16_t>(head, "head"));
+                                 at<uint16_t>(final_norm, "final_norm"), matrix(head, "head"));
 }
 
-void add_layer(Dense& self, int64_t input_norm, Addresses qkv, int64_t qk_norm, Addresses out,
-               int64_t post_norm, Addresses gate_up, Addresses down) {
+void add_layer(Dense& self, int64_t input_norm, const Packed& qkv, int64_t qk_norm,
+               const Packed& out, int64_t post_norm, const Packed& gate_up, const Packed& down) {
   self.add_layer({at<uint16_t>(input_norm, "input_norm"), matrix(qkv, "qkv"),
                   at<uint16_t>(qk_norm, "qk_norm", false), matrix(out, "out"),
                   at<uint16_t>(post_norm, "post_norm"), matrix(gate_up, "gate_up"),
@@ -109,8 +125,7 @@ std::vector<std::string> isas() {
 
 std::unique_ptr<dense::Step> step(const Dense& self, int tokens, int64_t token_ids, int64_t cos,
                                   int64_t sin, int64_t hidden) {
-  if (tokens < 1 || tokens > dense::kMaxTokens)
-    throw std::invalid_argument("too many tokens, or none");
+  if (tokens < 1) throw std::invalid_argument("there are no tokens");
   auto* first = at<float>(hidden, "hidden");
   const int64_t half = tokens * self.shape().hidden;
   return std::make_unique<dense::Step>(dense::Step{tokens,
@@ -123,7 +138,8 @@ std::unique_ptr<dense::Step> step(const Dense& self, int tokens, int64_t token_i
 }  // namespace
 
 void bind_dense_cpu(py::module_& m) {
-  m.attr("DENSE_MAX_TOKENS") = dense::kMaxTokens;
+  m.def("dense_packed_bytes", &packed_bytes, py::arg("format"), py::arg("outputs"),
+        py::arg("inputs"));
   m.def("dense_isas", &isas);
   py::class_<Dense>(m, "CpuDense")
       .def(py::init(&make), py::kw_only(), py::arg("threads"), py::arg("isa"), py::arg("hidden"),

@@ -10,9 +10,14 @@ namespace {
 
 constexpr int kPartsPerThread = 4;      // enough that threads finish at about one time
 constexpr int kTogether = 8;            // fewer tokens than this are normed on one thread
+constexpr int kMany = 64;               // from here on tokens are split too
+constexpr int kManyTokens = 96;         // of a part
+constexpr int kManyBlocks = 4;          // of a part's outputs
 constexpr int64_t kAloneBytes = 32768;  // of weights; less is multiplied on one thread
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t padded(int64_t inputs) { return round_up(inputs, kGroup); }
 
 void require(bool good, const std::string& message) {
   if (!good) throw std::invalid_argument(message);
@@ -21,20 +26,31 @@ void require(bool good, const std::string& message) {
 }  // namespace
 
 Dense::Dense(int threads, const std::string& isa, const Shape& shape, const uint16_t* embedding,
-             const uint16_t* final_norm, const uint16_t* head)
+             const uint16_t* final_norm, Matrix head)
     : shape_(shape),
       kernels_(choose_kernels(isa)),
       embedding_(embedding),
       final_norm_(final_norm),
-      head_{head, nullptr, shape.vocab, shape.hidden},
+      head_(head),
       threads_(ThreadPool::shared(threads)) {
   require(shape.hidden >= 1 && shape.heads >= 1 && shape.kv_heads >= 1 && shape.head_dim >= 2 &&
               shape.ffn >= 1 && shape.vocab >= 1,
           "sizes must be at least 1");
   require(shape.head_dim % 2 == 0, "head_dim must be even");
-  normed_.resize(kMaxTokens * shape.hidden);
-  gated_.resize(kMaxTokens * shape.ffn);
-  qkv_.resize(kMaxTokens * (shape.heads + 2 * shape.kv_heads) * shape.head_dim);
+  head_.outputs = shape.vocab;
+  head_.inputs = shape.hidden;
+}
+
+void Dense::reserve(int tokens) {
+  require(tokens >= 1, "there are no tokens");
+  if (tokens <= tokens_) return;
+  tokens_ = tokens;
+  normed_.resize(tokens_ * padded(shape_.hidden));
+  gated_.resize(tokens_ * padded(shape_.ffn));
+  attended_.resize(tokens_ * padded(shape_.heads * shape_.head_dim));
+  qkv_.resize(tokens_ * (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim);
+  const int64_t widest = std::max({shape_.hidden, shape_.ffn, shape_.heads * shape_.head_dim});
+  sums_.resize(tokens_ * padded(widest) / kGroup);
 }
 
 void Dense::add_layer(Layer layer) {
@@ -46,6 +62,7 @@ void Dense::add_layer(Layer layer) {
   size(layer.out, shape_.hidden, shape_.heads * shape_.head_dim);
   size(layer.gate_up, shape_.ffn, shape_.hidden);
   size(layer.down, shape_.hidden, shape_.ffn);
+  layer.gate_up.folds = 2;
   layers_.push_back(layer);
 }
 
@@ -56,39 +73,84 @@ void Dense::each(int count, const Run& run) {
       const_cast<Run*>(&run));
 }
 
-// Splits `m`'s outputs into whole blocks. A thread that has done its share finds the start of its
-// share of the `next` matrix on the way.
+// Runs `run(part, rows, first row)` until all of `m`'s outputs are made for all of `x`.
 template <typename Run>
-void Dense::each_part(const Matrix& m, const Matrix* next, const Run& run) {
-  const int64_t blocks = ceil_div(m.outputs, kBlock);
-  const int64_t threads = threads_->threads();
-  const bool alone = m.outputs * m.inputs * 2 < kAloneBytes;
+void Dense::each_part(const Matrix& m, const Matrix* next, const Rows& x, const Run& run) {
+  if (x.count < kMany) return few_parts(m, next, x, run);
+  many_parts(m, x, run);
+}
+
+// A part is some blocks of outputs. A thread that has done its share finds the start of its share
+// of the `next` matrix on the way.
+template <typename Run>
+void Dense::few_parts(const Matrix& m, const Matrix* next, const Rows& x, const Run& run) {
+  const int64_t blocks = ceil_div(m.outputs, kBlock), threads = threads_->threads();
+  const bool alone = blocks * m.block() < kAloneBytes;
   const int64_t parts = alone ? 1 : std::min(blocks, threads * kPartsPerThread);
   each(static_cast<int>(parts), [&](int i) {
-    const int64_t first = blocks * i / parts * kBlock;
-    const int64_t last = std::min(blocks * (i + 1) / parts * kBlock, m.outputs);
-    const uint16_t* ahead = m.weight + (last < m.outputs ? last : 0) * m.inputs;
+    const int64_t first = blocks * i / parts, last = blocks * (i + 1) / parts;
+    const uint8_t* ahead = m.weight + (last < blocks ? last : 0) * m.block();
     for (int64_t p = 0; next && p < threads; ++p)
       if (i + 1 == (p + 1) * parts / threads)
-        ahead =
-            next->weight + ceil_div(next->outputs, kBlock) * p / threads * kBlock * next->inputs;
-    run(Part{first, last, ahead});
+        ahead = next->weight + ceil_div(next->outputs, kBlock) * p / threads * next->block();
+    run(Part{first * kBlock, std::min(last * kBlock, m.outputs), ahead}, x, 0);
   });
 }
 
-void Dense::norm(const float* x, const uint16_t* weight, int tokens) {
+// A part is some blocks of outputs for some tokens, whose rows stay in the cache meanwhile.
+template <typename Run>
+void Dense::many_parts(const Matrix& m, const Rows& x, const Run& run) {
+  const int64_t across = ceil_div(ceil_div(m.outputs, kBlock), kManyBlocks);
+  const int64_t down = ceil_div(x.count, kManyTokens);
+  each(static_cast<int>(across * down), [&](int i) {
+    const int64_t first = i % across * kManyBlocks * kBlock;
+    const int64_t from = x.count * (i / across) / down, until = x.count * (i / across + 1) / down;
+    const Rows some = {x.data + from * x.stride, x.stride, until - from,
+                       x.sums ? x.sums + from * m.groups() : nullptr};
+    run(Part{first, std::min(first + kManyBlocks * kBlock, m.outputs), nullptr}, some, from);
+  });
+}
+
+// `data`'s rows as `m` needs them.
+Rows Dense::rows(const Matrix& m, const uint16_t* data, int64_t stride, int tokens) {
+  if (m.format != Format::kInt4) return {data, stride, tokens, nullptr};
   const auto one = [&](int t) {
-    kernels_->norm(x + t * shape_.hidden, weight, shape_.hidden, shape_.eps,
-                   normed_.data() + t * shape_.hidden);
+    kernels_->group_sums(data + t * stride, m.groups() * kGroup, sums_.data() + t * m.groups());
   };
-  if (tokens >= kTogether) return each(tokens, one);
-  for (int t = 0; t < tokens; ++t) one(t);
+  each_token(tokens, one);
+  return {data, stride, tokens, sums_.data()};
+}
+
+Rows Dense::attended(const Matrix& m, const StageCall& call) {
+  const int64_t filled = padded(m.inputs);
+  if (m.format == Format::kBFloat16 || filled == m.inputs)
+    return rows(m, call.attended, call.attended_stride, call.tokens);
+  for (int64_t t = 0; t < call.tokens; ++t)
+    std::copy_n(call.attended + t * call.attended_stride, m.inputs, &attended_[t * filled]);
+  return rows(m, attended_.data(), filled, call.tokens);
+}
+
+template <typename Run>
+void Dense::each_token(int tokens, const Run& run) {
+  if (tokens >= kTogether) return each(tokens, run);
+  for (int t = 0; t < tokens; ++t) run(t);
+}
+
+void Dense::norm(const float* x, const uint16_t* weight, int tokens) {
+  each_token(tokens, [&](int t) {
+    kernels_->norm(x + t * shape_.hidden, weight, shape_.hidden, shape_.eps,
+                   normed_.data() + t * padded(shape_.hidden));
+  });
+}
+
+Rows Dense::normed(const Matrix& m, int tokens) {
+  return rows(m, normed_.data(), padded(shape_.hidden), tokens);
 }
 
 void Dense::stage(int index, const StageCall& call) {
   require(index >= 0 && index <= layers(), "no such stage");
-  require(call.tokens >= 1 && call.tokens <= kMaxTokens, "too many tokens, or none");
   std::lock_guard<std::mutex> turn(mutex_);
+  reserve(call.tokens);
   if (index == 0)
     embed(call);
   else
@@ -105,34 +167,33 @@ void Dense::embed(const StageCall& call) {
                     call.hidden_out + t * shape_.hidden);
 }
 
+void Dense::project(const Matrix& m, const Matrix* next, const Rows& x, const float* residual,
+                    float* y) {
+  each_part(m, next, x, [&](const Part& part, const Rows& some, int64_t from) {
+    const int64_t at = from * m.outputs;
+    kernels_->project(m, some, part, residual ? residual + at : nullptr, y + at, m.outputs);
+  });
+}
+
 void Dense::finish_layer(int index, const StageCall& call) {
   const Layer& layer = layers_[index];
-  const int64_t hidden = shape_.hidden, ffn = shape_.ffn;
-  const Rows attended = {call.attended, call.attended_stride, call.tokens};
-  each_part(layer.out, &layer.gate_up, [&](const Part& part) {
-    kernels_->project(layer.out, attended, part, call.hidden, call.hidden_out, hidden);
-  });
+  const int64_t gated = padded(shape_.ffn);
+  project(layer.out, &layer.gate_up, attended(layer.out, call), call.hidden, call.hidden_out);
   norm(call.hidden_out, layer.post_norm, call.tokens);
-  each_part(layer.gate_up, &layer.down, [&](const Part& part) {
-    kernels_->gate_up(layer.gate_up, normed(call.tokens), part, gated_.data(), ffn);
+  const Rows x = normed(layer.gate_up, call.tokens);
+  each_part(layer.gate_up, &layer.down, x, [&](const Part& part, const Rows& some, int64_t from) {
+    kernels_->gate_up(layer.gate_up, some, part, gated_.data() + from * gated, gated);
   });
   const Matrix* next = index + 1 < layers() ? &layers_[index + 1].qkv : &head_;
-  const Rows gated = {gated_.data(), ffn, call.tokens};
-  each_part(layer.down, next, [&](const Part& part) {
-    kernels_->project(layer.down, gated, part, call.hidden_out, call.hidden_out, hidden);
-  });
+  project(layer.down, next, rows(layer.down, gated_.data(), gated, call.tokens), call.hidden_out,
+          call.hidden_out);
 }
 
 void Dense::start_layer(int index, const StageCall& call) {
   const Layer& layer = layers_[index];
   norm(call.hidden_out, layer.input_norm, call.tokens);
-  each_part(layer.qkv, &layer.out, [&](const Part& part) {
-    kernels_->project(layer.qkv, normed(call.tokens), part, nullptr, qkv_.data(),
-                      layer.qkv.outputs);
-  });
-  const auto one = [&](int t) { rotate(layer, call, t); };
-  if (call.tokens >= kTogether) return each(call.tokens, one);
-  for (int t = 0; t < call.tokens; ++t) one(t);
+  project(layer.qkv, &layer.out, normed(layer.qkv, call.tokens), nullptr, qkv_.data());
+  each_token(call.tokens, [&](int t) { rotate(layer, call, t); });
 }
 
 void Dense::rotate(const Layer& layer, const StageCall& call, int token) {
@@ -148,12 +209,10 @@ void Dense::rotate(const Layer& layer, const StageCall& call, int token) {
 }
 
 void Dense::logits(const float* hidden, int tokens, float* y) {
-  require(tokens >= 1 && tokens <= kMaxTokens, "too many tokens, or none");
   std::lock_guard<std::mutex> turn(mutex_);
+  reserve(tokens);
   norm(hidden, final_norm_, tokens);
-  each_part(head_, layers_.empty() ? nullptr : &layers_[0].qkv, [&](const Part& part) {
-    kernels_->project(head_, normed(tokens), part, nullptr, y, shape_.vocab);
-  });
+  project(head_, layers_.empty() ? nullptr : &layers_[0].qkv, normed(head_, tokens), nullptr, y);
 }
 
 }  // namespace clover::dense

@@ -1,5 +1,6 @@
-// The dense half of the Llama family for a few tokens at a time: what lies between two attentions
-// is one call, on the threads of a pool. Weights stay where the caller has them.
+// The dense half of the Llama family: what lies between two attentions is one call, on the threads
+// of a pool. Packed weights stay where the caller has them. Few tokens are bound by reading weights
+// and split over outputs; many are bound by arithmetic and split over outputs and tokens.
 //
 // A stage is the end of one layer (output projection, FFN, each added to the hidden rows) and the
 // start of the next (norm, queries, keys, values, rotation). How a product is split depends on its
@@ -60,7 +61,7 @@ class Dense {
  public:
   // All that is pointed to must outlive this; sizes that cannot be are std::invalid_argument.
   Dense(int threads, const std::string& isa, const Shape& shape, const uint16_t* embedding,
-        const uint16_t* final_norm, const uint16_t* head);
+        const uint16_t* final_norm, Matrix head);
 
   // The next layer; sizes of matrices are set here.
   void add_layer(Layer layer);
@@ -69,7 +70,7 @@ class Dense {
   int layers() const { return static_cast<int>(layers_.size()); }
   const char* isa() const { return kernels_->name; }
 
-  // At most kMaxTokens. Callers on several threads take turns.
+  // Buffers grow with the largest call. Callers on several threads take turns.
   void stage(int index, const StageCall& call);
 
   // y [tokens, vocab] from the hidden rows of the last stage.
@@ -79,14 +80,24 @@ class Dense {
   template <typename Run>
   void each(int count, const Run& run);
   template <typename Run>
-  void each_part(const Matrix& m, const Matrix* next, const Run& run);
+  void each_token(int tokens, const Run& run);
+  template <typename Run>
+  void each_part(const Matrix& m, const Matrix* next, const Rows& x, const Run& run);
+  template <typename Run>
+  void few_parts(const Matrix& m, const Matrix* next, const Rows& x, const Run& run);
+  template <typename Run>
+  void many_parts(const Matrix& m, const Rows& x, const Run& run);
 
+  void reserve(int tokens);
+  Rows rows(const Matrix& m, const uint16_t* data, int64_t stride, int tokens);
+  Rows attended(const Matrix& m, const StageCall& call);
+  Rows normed(const Matrix& m, int tokens);
+  void project(const Matrix& m, const Matrix* next, const Rows& x, const float* residual, float* y);
   void embed(const StageCall& call);
   void finish_layer(int index, const StageCall& call);
   void start_layer(int index, const StageCall& call);
   void rotate(const Layer& layer, const StageCall& call, int token);
   void norm(const float* x, const uint16_t* weight, int tokens);
-  Rows normed(int tokens) const { return {normed_.data(), shape_.hidden, tokens}; }
 
   Shape shape_;
   const Kernels* kernels_;
@@ -96,9 +107,13 @@ class Dense {
   std::vector<Layer> layers_;
   std::shared_ptr<ThreadPool> threads_;
   std::mutex mutex_;  // of the buffers below
+  // Rows are filled up with zeros to whole groups.
+  int64_t tokens_ = 0;
   std::vector<uint16_t> normed_;
   std::vector<uint16_t> gated_;
+  std::vector<uint16_t> attended_;  // where the caller's rows have no such zeros
   std::vector<float> qkv_;
+  std::vector<float> sums_;
 };
 
 }  // namespace clover::dense

@@ -1,37 +1,69 @@
 // What the kernels compute, in plain pointers and sizes: no Python, no PyTorch, no threads.
 //
-// Products are of weights as they are stored, [outputs, inputs] row by row in bfloat16, with
-// bfloat16 rows; sums are float32. A sum is taken in one order, whatever the other rows of the
-// call, so a token's results do not depend on its batch.
+// Products are of packed weights with bfloat16 rows; sums are float32. Every output has a lane of
+// its own, in which the inputs are added one pair after another, whatever the other rows of the
+// call and however it is split: a token's results do not depend on its batch.
+//
+// Packed weights are panels of kBlock outputs (the last one filled up with zeros), one after the
+// other. Of a panel, by format:
+//   bfloat16  pairs of inputs, of each the kBlock outputs' two numbers: [inputs / 2][16][2]
+//   int8      groups of kGroup inputs: 16 scales (float16), then 512 codes: w = scale * code
+//   int4      groups of kGroup inputs: 16 scales and 16 minima (float16), then 256 bytes of codes
+//             from 0 to 15: w = scale * code + minimum
+// Inputs are filled up with zeros to whole pairs or groups. Codes of four inputs are 64 numbers,
+// [4][2][4][2]: output / 4, pair, output % 4, input of the pair; the low halves of 64 bytes of
+// int4 are the codes of four inputs, the high halves those of the next four. An int8 code is a sign
+// bit and a magnitude.
 #pragma once
 
 #include <cstdint>
 
 namespace clover::dense {
 
-constexpr int kBlock = 16;       // outputs computed at a time: the unit in which work is split
-constexpr int kMaxTokens = 256;  // of one call; beyond, blocked products of large libraries gain
+constexpr int kBlock = 16;  // outputs of a panel: the unit in which work is split
+constexpr int kGroup = 32;  // inputs that share a scale
+
+enum class Format : int { kBFloat16 = 0, kInt8 = 1, kInt4 = 2 };
+
+constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+constexpr int64_t group_bytes(Format format) {
+  return format == Format::kInt8 ? kBlock * 2 + kGroup * kBlock : kBlock * 4 + kGroup * kBlock / 2;
+}
+
+constexpr int64_t panel_bytes(Format format, int64_t inputs) {
+  return format == Format::kBFloat16 ? round_up(inputs, 2) * kBlock * 2
+                                     : (inputs + kGroup - 1) / kGroup * group_bytes(format);
+}
 
 struct Matrix {
-  const uint16_t* weight = nullptr;  // bfloat16 [outputs, inputs], contiguous
-  const uint16_t* bias = nullptr;    // bfloat16 [outputs], or null
-  int64_t outputs = 0;               // of gate_up: of either half
+  Format format = Format::kBFloat16;
+  const uint8_t* weight = nullptr;  // packed; 64-byte aligned
+  const uint16_t* bias = nullptr;   // bfloat16 [outputs], or null
+  int64_t outputs = 0;              // of gate_up: of either half
   int64_t inputs = 0;
+  int folds = 1;  // panels for each block of outputs: of gate_up one of the gate, then one of up
+
+  int64_t panel() const { return panel_bytes(format, inputs); }
+  int64_t block() const { return folds * panel(); }
+  int64_t groups() const { return (inputs + kGroup - 1) / kGroup; }
 };
 
-// Rows of bfloat16, `stride` elements apart.
+// Rows of bfloat16, `stride` elements apart, with zeros up to what the format reads of inputs.
 struct Rows {
   const uint16_t* data;
   int64_t stride;
-  int count;
+  int64_t count;
+  const float* sums;  // [count, groups]: of each group of inputs; read for int4 alone
 };
 
-// Outputs [first, last) of a product. While they are computed the weights after them are brought
-// into the second-level cache; after `last` those at `next`.
+// Outputs [first, last) of a product, whole panels but for the last one. While they are computed
+// the weights after them are brought into the second-level cache; after `last` those at `next`.
+// Nothing is fetched ahead where `next` is null.
 struct Part {
   int64_t first;
   int64_t last;
-  const uint16_t* next;
+  const uint8_t* next;
 };
 
 struct Kernels {
@@ -39,8 +71,10 @@ struct Kernels {
   // y[t, o] = product + bias + residual[t, o]; residual may be null, or y itself.
   void (*project)(const Matrix& m, const Rows& x, const Part& part, const float* residual, float* y,
                   int64_t y_stride);
-  // y[t, o] = silu(gate product) * (up product); `m` holds the gate's outputs, then as many of up.
+  // y[t, o] = silu(gate product) * (up product); `m` has two folds.
   void (*gate_up)(const Matrix& m, const Rows& x, const Part& part, uint16_t* y, int64_t y_stride);
+  // y[g] = the sum of group g of a row; `size` is a multiple of kGroup.
+  void (*group_sums)(const uint16_t* x, int64_t size, float* y);
   // y = x / sqrt(mean(x^2) + eps) * weight.
   void (*norm)(const float* x, const uint16_t* weight, int64_t size, float eps, uint16_t* y);
   // One head: normalised where `weight` is not null, then turned, y = x * cos + roll(x, d/2) * sin.

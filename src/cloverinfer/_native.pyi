@@ -214,14 +214,17 @@ class CudaAttentionPool:
 
 # --- the dense half on the CPU (csrc/bindings/dense_cpu.cpp) ---
 
-DENSE_MAX_TOKENS: int
-"""Tokens that a call of ``CpuDense`` may have."""
-
 def dense_isas() -> list[str]:
     """Instruction sets compiled in and supported by this processor, the baseline first."""
 
+def dense_packed_bytes(format: int, outputs: int, inputs: int) -> int:
+    """Size of a matrix in panels, as ``csrc/dense_cpu/kernel.h`` describes them.
+
+    ``format``: 0 bfloat16, 1 int8, 2 int4.
+    """
+
 class CpuDense:
-    """Stages of a Llama over bfloat16 weights of the caller's, which must outlive it.
+    """Stages of a Llama over packed weights of the caller's, which must outlive it.
 
     Addresses of what is not there are 0; strides count elements from token to token. Whatever is
     out of range is a ``ValueError``.
@@ -241,20 +244,20 @@ class CpuDense:
         eps: float,
         embedding: int,
         final_norm: int,
-        head: int,
+        head: tuple[int, int, int],
     ) -> None: ...
     def add_layer(
         self,
         *,
         input_norm: int,
-        qkv: tuple[int, int],
+        qkv: tuple[int, int, int],
         qk_norm: int,
-        out: tuple[int, int],
+        out: tuple[int, int, int],
         post_norm: int,
-        gate_up: tuple[int, int],
-        down: tuple[int, int],
+        gate_up: tuple[int, int, int],
+        down: tuple[int, int, int],
     ) -> None:
-        """The next layer; pairs are the addresses of a weight and its bias."""
+        """The next layer; matrices are format, address of the panels, address of the bias."""
 
     def isa(self) -> str: ...
     def stage(

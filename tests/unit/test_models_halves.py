@@ -18,7 +18,6 @@ from cloverinfer.models import DenseHalf, kv_specs, llama, load_half, resolve_mo
 from cloverinfer.models.arch import arch_from_config
 from cloverinfer.models.arena import HUGE_PAGE
 from cloverinfer.models.llama import LlamaHalf
-from cloverinfer.models.native import MAX_TOKENS
 from cloverinfer.models.rope import context_limit, normalize_scaling
 
 PROMPT = [3, 17, 94, 5, 60, 2, 2, 41, 33, 8, 71, 90, 12]
@@ -199,15 +198,16 @@ def test_weights_are_kept_once_and_together(
     tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_tiny("llama", tmp_path, tie_word_embeddings=tied)
-    weights, plain = (half._weights for half in load_both(folder, monkeypatch))
-    assert (weights.head.weight is weights.embedding) == tied
-    assert torch.equal(weights.embedding, plain.embedding)
-    matrices = [m.weight for layer in weights.layers for m in layer.linears]
-    matrices.append(weights.head.weight)
-    for before, after in pairwise(matrices):
+    native, plain = load_both(folder, monkeypatch)
+    assert native._native is not None
+    assert not native._weights.layers
+    assert torch.equal(native._weights.embedding, plain._weights.embedding)
+    panels = native._native.panels
+    assert len(panels) == 4 * native.num_layers + 1
+    for before, after in pairwise(panels):
         assert after.data_ptr() % 64 == 0
         assert 0 <= after.data_ptr() - before.data_ptr() - before.nbytes < 64
-    assert matrices[0].data_ptr() % HUGE_PAGE == 0
+    assert panels[0].data_ptr() % HUGE_PAGE == 0
 
 
 def test_float32_never_goes_through_the_native_stages(tmp_path: Path) -> None:
@@ -243,13 +243,13 @@ def test_either_path_takes_on_where_the_other_left_off(
         assert 0 < (Runner(half).forward(PROMPT) - reference).abs().max() <= limit
 
 
-def test_the_last_stage_of_a_long_prompt_may_be_native(
+def test_a_long_prompt_whose_last_rows_alone_are_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_tiny("llama", tmp_path, initializer_range=0.1)
     native, plain = load_both(folder, monkeypatch)
-    ids = [(7 * i) % 96 for i in range(MAX_TOKENS + 6)]
-    rows = [MAX_TOKENS + 5, 3]
+    ids = [(7 * i) % 96 for i in range(262)]
+    rows = [261, 3]
     reference = Runner(load(folder)).forward(ids, rows)
     limit = 1.5 * (Runner(plain).forward(ids)[rows] - reference).abs().max()
     assert 0 < (Runner(native).forward(ids, rows) - reference).abs().max() <= limit

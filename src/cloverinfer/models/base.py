@@ -78,15 +78,14 @@ class NativeStep(ABC):
 
 
 class NativeDense(ABC):
-    """A dense half's stages as a table of C functions, for steps of few tokens. It has no
+    """A dense half's stages as a table of C functions. It has no
     ``logits``, nor the last stage: these run once per step."""
 
     table: _native.DenseTable
-    max_tokens: int
 
     @abstractmethod
     def begin(self, token_ids_t: torch.Tensor, positions_t: torch.Tensor) -> NativeStep:
-        """A step of at most ``max_tokens`` tokens; both int64 and contiguous."""
+        """A step of these tokens; both int64 and contiguous."""
 
 
 class DenseHalf(ABC):

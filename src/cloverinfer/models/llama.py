@@ -4,9 +4,9 @@ A layer is ``x += o(attention(norm(x)))`` and ``x += down(silu(gate(norm(x))) * 
 Weights are fused when they are loaded: q, k and v are one matrix, gate and up another.
 
 The carry is (hidden ``[t, c]``, cos ``[t, 1, d]``, sin ``[t, 1, d]``); after the last stage only
-the hidden rows remain. Few tokens go through the native stages where these serve the weights' type,
-and leave hidden rows in float32; more go through PyTorch's products, in the weights' type. Either
-takes on where the other left off.
+the hidden rows remain. Where the native stages serve the weights' type they pack the weights and
+run every call, leaving hidden rows in float32; else PyTorch's products do, in the weights' type.
+Either takes on where the other left off.
 
 Shapes: t tokens, c hidden size, h query heads, n KV heads, d head size, f FFN size.
 """
@@ -19,14 +19,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from .arch import kv_specs
 from .base import QKV, Carry, DenseHalf, ModelArch, NativeDense, place
 from .linear import Linear, make_linear
-from .native import (
-    MAX_TOKENS,
-    LayerWeights,
-    LlamaTable,
-    ModelWeights,
-    NativeStages,
-    native_serves,
-)
+from .native import LayerWeights, LlamaTable, ModelWeights, NativeStages, native_serves
 from .rope import rope_table
 from .weights import Checkpoint
 
@@ -50,19 +43,11 @@ class LlamaHalf(DenseHalf):
         self._cos, self._sin = table
         native = native_serves(self.dtype, self.device)
         self._packed = not native
-        self._load(checkpoint)
+        self._weights = self._load(checkpoint)
         self._native: NativeStages | None = None
         if native:
-            self._weights.settle()
-            self.use_native(torch.get_num_threads())
-
-    def use_native(self, threads: int, isa: str = "auto") -> None:
-        """Sends calls of few tokens through the native kernels, on so many threads."""
-        self._native = NativeStages(self.arch, self._weights, threads, isa)
-
-    def use_torch(self) -> None:
-        """Sends every call through PyTorch."""
-        self._native = None
+            self._native = NativeStages(arch, self._weights, torch.get_num_threads())
+            self._weights.layers.clear()  # packed; PyTorch's way is closed from here on
 
     def native(self) -> NativeDense | None:
         if self._native is None:
@@ -71,6 +56,8 @@ class LlamaHalf(DenseHalf):
 
     @property
     def weight_bytes(self) -> int:
+        if self._native is not None:
+            return self._native.nbytes
         layers = sum(layer.nbytes for layer in self._weights.layers)
         return layers + self._weights.final_norm.nbytes + self._weights.head.nbytes
 
@@ -84,7 +71,7 @@ class LlamaHalf(DenseHalf):
         out: QKV | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, Carry]:
         native = self._native
-        if native is not None and 0 < positions_t.shape[0] <= MAX_TOKENS:
+        if native is not None:
             carry = carry or (None, self._cos[positions_t], self._sin[positions_t])
             return native.stage(i, attn_out_the, carry, token_ids_t, out)
         if i == 0:
@@ -104,7 +91,7 @@ class LlamaHalf(DenseHalf):
 
     def logits(self, carry: Carry) -> torch.Tensor:
         hidden_tc = carry[0]
-        if self._native is not None and 0 < hidden_tc.shape[0] <= MAX_TOKENS:
+        if self._native is not None:
             return self._native.logits(hidden_tc)
         return self._weights.head(
             self._norm(hidden_tc.to(self.dtype), self._weights.final_norm)
@@ -136,7 +123,7 @@ class LlamaHalf(DenseHalf):
         qk = qk.mul(cos).add_(qk.roll(self._half, -1).mul_(sin))
         return qk[:, : arch.num_heads], qk[:, arch.num_heads :], qkv[:, self._rotated :]
 
-    def _load(self, checkpoint: Checkpoint) -> None:
+    def _load(self, checkpoint: Checkpoint) -> ModelWeights:
         arch = self.arch
         self._qkv_shape = (arch.num_heads + 2 * arch.num_kv_heads, arch.head_dim)
         vocab = (arch.vocab_size, arch.hidden_size)
@@ -145,7 +132,7 @@ class LlamaHalf(DenseHalf):
         final_norm = checkpoint.get("model.norm.weight", (arch.hidden_size,))
         head = embedding if arch.tie_embeddings else checkpoint.get("lm_head.weight", vocab)
         linear = make_linear(head, packed=self._packed)
-        self._weights = ModelWeights(embedding, layers, final_norm, linear)
+        return ModelWeights(embedding, layers, final_norm, linear)
 
     def _load_layer(self, checkpoint: Checkpoint, index: int) -> LayerWeights:
         arch, at = self.arch, f"model.layers.{index}."

@@ -1,7 +1,7 @@
-"""Decode steps of the Llama family through ``csrc/dense_cpu``: one call a stage.
+"""The Llama family's stages through ``csrc/dense_cpu``: one call a stage, of any number of tokens.
 
-It owns the tensors whose addresses the native side has. It serves bfloat16 weights on the CPU and
-at most ``MAX_TOKENS`` tokens a call; what it does not serve is the caller's to compute otherwise.
+It packs the weights and owns the tensors whose addresses the native side has. It serves bfloat16
+arithmetic on the CPU, over weights in bfloat16, int8 or 4 bits.
 
 Between stages hidden rows are float32. Shapes as in ``llama.py``.
 """
@@ -16,8 +16,10 @@ from .. import _native
 from .arena import Arena
 from .base import QKV, Carry, ModelArch, NativeDense, NativeStep
 from .linear import Linear
+from .packed import format_of, pack
 
-MAX_TOKENS = _native.DENSE_MAX_TOKENS
+Matrix = tuple[int, int, int]
+"""Format, address of the panels, address of the bias or 0."""
 
 
 @dataclass
@@ -53,16 +55,6 @@ class ModelWeights:
     final_norm: torch.Tensor
     head: Linear
 
-    def settle(self) -> None:
-        """Moves the matrices into one arena, in the order in which a step reads them."""
-        linears = [m for layer in self.layers for m in layer.linears]
-        tied = self.head.weight is self.embedding
-        arena = Arena(sum(m.weight.nbytes for m in [*linears, self.head]), len(linears) + 1)
-        for linear in [*linears, self.head]:
-            linear.weight = arena.place(linear.weight)
-        if tied:
-            self.embedding = self.head.weight
-
 
 def native_serves(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether weights of this type are to be kept as the native kernels read them.
@@ -74,12 +66,19 @@ def native_serves(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class NativeStages:
-    """``DenseHalf.stage`` and ``logits`` for few tokens, on ``threads`` threads, the caller's
-    included; ``isa`` forces an instruction set (one of ``_native.dense_isas()``), for tests.
+    """``DenseHalf.stage`` and ``logits``, on ``threads`` threads, the caller's included.
+
+    Of ``weights`` it keeps what it does not pack. ``int8``: quantise matrices that are not yet.
+    ``isa`` forces an instruction set (one of ``_native.dense_isas()``), for tests.
     """
 
     def __init__(
-        self, arch: ModelArch, weights: ModelWeights, threads: int, isa: str = "auto"
+        self,
+        arch: ModelArch,
+        weights: ModelWeights,
+        threads: int,
+        isa: str = "auto",
+        int8: bool = False,
     ) -> None:
         self._kept: list[torch.Tensor] = []
         self._shape = (arch.num_heads + 2 * arch.num_kv_heads, arch.head_dim)
@@ -87,6 +86,10 @@ class NativeStages:
         self._parts = (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads)
         self._hidden, self._vocab = arch.hidden_size, arch.vocab_size
         self._layers = arch.num_layers
+        self.panels: list[torch.Tensor] = []
+        """Of all matrices, in the order in which a step reads them."""
+        matrices = self._pack(arch, weights, int8)
+        self.nbytes = sum(panels.nbytes for panels in self.panels)
         self._native = _native.CpuDense(
             threads=threads,
             isa=isa,
@@ -99,10 +102,10 @@ class NativeStages:
             eps=arch.norm_eps,
             embedding=self._keep(weights.embedding, arch.vocab_size * arch.hidden_size),
             final_norm=self._keep(weights.final_norm, arch.hidden_size),
-            head=self._keep(weights.head.weight, arch.vocab_size * arch.hidden_size),
+            head=matrices.pop(),
         )
-        for layer in weights.layers:
-            self._add(arch, layer)
+        for i, layer in enumerate(weights.layers):
+            self._add(arch, layer, matrices[4 * i : 4 * i + 4])
 
     @property
     def isa(self) -> str:
@@ -122,6 +125,9 @@ class NativeStages:
         assert sin_t1d is not None
         tokens = cos_t1d.shape[0]
         hidden_out_tc = torch.empty((tokens, self._hidden))
+        if not tokens:
+            rest = self._new_qkv(0) if i < self._layers else (None, None, None)
+            return *rest, (hidden_out_tc, *carry[1:][: 2 * (i < self._layers)])
         ids = attended = stride = hidden = 0
         if i == 0:
             assert token_ids_t is not None
@@ -161,27 +167,47 @@ class NativeStages:
         """``[t, vocab]`` float32."""
         hidden_tc = hidden_tc.float()
         out = torch.empty((hidden_tc.shape[0], self._vocab))
-        self._native.logits(hidden_tc.data_ptr(), hidden_tc.shape[0], out.data_ptr())
+        if len(out):
+            self._native.logits(hidden_tc.data_ptr(), len(out), out.data_ptr())
         return out
 
-    def _add(self, arch: ModelArch, layer: LayerWeights) -> None:
-        hidden, ffn = arch.hidden_size, arch.intermediate_size
-        q, dim = arch.num_heads * arch.head_dim, arch.head_dim
-        norm = layer.qk_norm_hd
+    def _pack(self, arch: ModelArch, weights: ModelWeights, int8: bool) -> list[Matrix]:
+        """Moves the matrices into one arena: four of each layer, then the head."""
+        hidden, ffn, q = arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim
+        sizes = [(self._shape[0] * arch.head_dim, hidden, 1), (hidden, q, 1)]
+        sizes += [(2 * ffn, hidden, 2), (hidden, ffn, 1)]
+        wanted = [(m, sizes[j]) for layer in weights.layers for j, m in enumerate(layer.linears)]
+        wanted.append((weights.head, (arch.vocab_size, hidden, 1)))
+        formats = [format_of(linear, int8) for linear, _ in wanted]
+        rooms = [
+            folds * _native.dense_packed_bytes(format, outputs // folds, inputs)
+            for format, (_, (outputs, inputs, folds)) in zip(formats, wanted, strict=True)
+        ]
+        arena = Arena(sum(rooms), len(rooms))
+        matrices = []
+        for format, room, (linear, (outputs, inputs, folds)) in zip(
+            formats, rooms, wanted, strict=True
+        ):
+            assert linear.shape == (outputs, inputs)
+            panels = arena.place(pack(linear, folds, int8))
+            assert panels.nbytes == room
+            self.panels.append(panels)
+            bias = 0 if linear.bias is None else self._keep(linear.bias, outputs)
+            matrices.append((int(format), panels.data_ptr(), bias))
+        return matrices
+
+    def _add(self, arch: ModelArch, layer: LayerWeights, matrices: list[Matrix]) -> None:
+        hidden, norm = arch.hidden_size, layer.qk_norm_hd
+        qkv, out, gate_up, down = matrices
         self._native.add_layer(
             input_norm=self._keep(layer.input_norm, hidden),
-            qkv=self._matrix(layer.qkv, (self._shape[0] * dim, hidden)),
-            qk_norm=0 if norm is None else self._keep(norm, self._rotated * dim),
-            out=self._matrix(layer.out, (hidden, q)),
+            qkv=qkv,
+            qk_norm=0 if norm is None else self._keep(norm, self._rotated * arch.head_dim),
+            out=out,
             post_norm=self._keep(layer.post_norm, hidden),
-            gate_up=self._matrix(layer.gate_up, (2 * ffn, hidden)),
-            down=self._matrix(layer.down, (hidden, ffn)),
+            gate_up=gate_up,
+            down=down,
         )
-
-    def _matrix(self, linear: Linear, shape: tuple[int, int]) -> tuple[int, int]:
-        """Addresses of weight and bias."""
-        weight = self._keep(linear.weight, shape[0] * shape[1])
-        return weight, 0 if linear.bias is None else self._keep(linear.bias, shape[0])
 
     def _keep(self, tensor: torch.Tensor, size: int) -> int:
         """The tensor's address, for as long as this lives."""
@@ -231,7 +257,6 @@ class LlamaTable(NativeDense):
     def __init__(self, stages: NativeStages, rope: tuple[torch.Tensor, torch.Tensor]) -> None:
         self._stages, self._rope = stages, rope
         self.table = stages.table()
-        self.max_tokens = MAX_TOKENS
 
     def begin(self, token_ids_t: torch.Tensor, positions_t: torch.Tensor) -> NativeStep:
         cos, sin = self._rope

@@ -77,9 +77,7 @@ class OwnLoop:
 
     def serves(self, batch: Batch) -> bool:
         """Decode rows, and chunks of few tokens."""
-        longest = int(batch.query_starts.diff().max())
-        few = batch.token_ids_t.shape[0] <= self.dense.max_tokens
-        return few and longest <= self.attention.max_queries
+        return int(batch.query_starts.diff().max()) <= self.attention.max_queries
 
     def run(self, batch: Batch, stats: StepStats) -> tuple[torch.Tensor, Carry]:
         """Attention's output of the last layer ``[t, h, e]``, and the carry beside it."""
