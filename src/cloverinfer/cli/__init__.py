@@ -1,4 +1,5 @@
-"""The commands: ``cloverinfer generate``, ``serve``, ``bench``, ``verify``.
+"""The commands: ``cloverinfer generate``, ``serve``, ``orchestrate``, ``node``, ``bench``,
+``verify``.
 
 Text, JSON and the ready line go to stdout; progress, tables and errors to stderr. Exit status: 0;
 1 where something failed; 2 for bad input or configuration; 130 after Ctrl-C, 143 after SIGTERM,

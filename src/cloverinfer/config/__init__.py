@@ -3,6 +3,7 @@
 from .cluster import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig
 from .load import Config, ServedModel, check_node_counts, load_config
 from .network import NetworkConfig
+from .orchestrator import OrchestratorConfig
 from .server import ChatConfig, ServerConfig
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Config",
     "ModelConfig",
     "NetworkConfig",
+    "OrchestratorConfig",
     "SchedulerConfig",
     "ServedModel",
     "ServerConfig",

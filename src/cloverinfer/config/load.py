@@ -1,10 +1,10 @@
 """Reads settings from a YAML file, ``CLOVER_*`` environment variables and overrides.
 
-Sections are ``model``, ``cluster``, ``cache``, ``scheduler``, ``network``, ``chat`` and ``server``;
-a variable is named ``CLOVER_<SECTION>_<FIELD>``. A file may also list several ``models``, each with
-sections of its own. Overrides (command-line flags) win over the
-environment, which wins over the file, which wins over the defaults. Every value remembers where it
-came from, so that an error can say so. What a field means stands in the records themselves;
+Sections are ``model``, ``cluster``, ``cache``, ``scheduler``, ``network``, ``chat``, ``server`` and
+``orchestrator``; a variable is named ``CLOVER_<SECTION>_<FIELD>``. A file may also list several
+``models``, each with sections of its own. Overrides (command-line flags) win over the environment,
+which wins over the file, which wins over the defaults. Every value remembers where it came from, so
+that an error can say so. What a field means stands in the records themselves;
 nothing here knows any.
 """
 
@@ -24,6 +24,7 @@ import yaml
 from ..core.errors import ConfigError
 from .cluster import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig
 from .network import NetworkConfig
+from .orchestrator import OrchestratorConfig
 from .server import ChatConfig, ServerConfig
 
 PREFIX = "CLOVER_"
@@ -39,6 +40,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "network": NetworkConfig,
     "chat": ChatConfig,
     "server": ServerConfig,
+    "orchestrator": OrchestratorConfig,
 }
 MODELS = "models"
 """Key of a file's list of models, beside the sections."""
@@ -75,6 +77,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
     chat: ChatConfig = msgspec.field(default_factory=ChatConfig)
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
+    orchestrator: OrchestratorConfig = msgspec.field(default_factory=OrchestratorConfig)
     models: tuple[ServedModel, ...] = msgspec.field(default_factory=lambda: (ServedModel(),))
     """Those of the file's list, or the one that the sections describe."""
 
@@ -106,6 +109,7 @@ def load_config(
         cluster=whole.cluster,
         chat=whole.chat,
         server=server,
+        orchestrator=_build(OrchestratorConfig, "orchestrator", _over(base, [inner, outer])),
         models=tuple(models) or (msgspec.structs.replace(whole, names=server.served_model_name),),
     )
 
@@ -156,8 +160,9 @@ def _entry(
     names = (name,) if isinstance(name, str) else tuple(name if isinstance(name, list) else (0,))
     if not all(isinstance(one, str) and one for one in names):
         raise ConfigError(f"{where}.name must be a string or a list of strings, not {name!r}")
-    if "server" in sections:
-        raise ConfigError(f"{where}: server is a section of the whole file, not of one model")
+    for one in ("server", "orchestrator"):
+        if one in sections:
+            raise ConfigError(f"{where}: {one} is a section of the whole file, not of one model")
     inner, outer = given
     if "model_path" in outer["model"]:
         source = outer["model"]["model_path"][1]

@@ -11,7 +11,7 @@ from starlette.routing import Route
 from .. import __version__
 from ..config import ServerConfig
 from .catalog import Catalog
-from .door import Door, FrontDoor
+from .door import Door, FrontDoor, cors_options
 from .errors import install_handlers
 from .generation import Generation
 from .metrics import CountRequests, ServerMetrics
@@ -34,7 +34,7 @@ def build_app(catalog: Catalog, settings: ServerConfig | None = None) -> FastAPI
     app.add_api_route("/metrics", metrics.page, methods=["HEAD"], include_in_schema=False)
     app.add_middleware(FrontDoor, settings=settings, door=door)
     if settings.allowed_origins:
-        app.add_middleware(CORSMiddleware, **_cors(settings))  # it answers preflights
+        app.add_middleware(CORSMiddleware, **cors_options(settings))  # it answers preflights
     routes = frozenset(one.path for one in router.routes if isinstance(one, Route))
     app.add_middleware(CountRequests, metrics=metrics, routes=routes)  # outermost: it sees all
     return app
@@ -61,13 +61,3 @@ def _routes(generation: Generation, utilities: Utilities) -> APIRouter:
     for path, answer in probed.items():  # load balancers ask by HEAD
         router.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
     return router
-
-
-def _cors(settings: ServerConfig) -> dict[str, Any]:
-    return {
-        "allow_origins": list(settings.allowed_origins),
-        "allow_methods": list(settings.allowed_methods),
-        "allow_headers": list(settings.allowed_headers),
-        "allow_credentials": settings.allow_credentials,
-        "expose_headers": ["X-Request-Id", "Retry-After"],
-    }

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -214,3 +215,14 @@ def _line(scope: Scope, record: Record) -> str:
         f"prompt_tokens={record.prompt_tokens} completion_tokens={record.completion_tokens} "
         f"finish={record.finish} seconds={seconds:.3f}"
     )
+
+
+def cors_options(settings: ServerConfig) -> dict[str, Any]:
+    """What lets pages of other origins in, where the settings name any."""
+    return {
+        "allow_origins": list(settings.allowed_origins),
+        "allow_methods": list(settings.allowed_methods),
+        "allow_headers": list(settings.allowed_headers),
+        "allow_credentials": settings.allow_credentials,
+        "expose_headers": ["X-Request-Id", "Retry-After"],
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from types import FrameType
+from typing import Literal
 
 import uvicorn
 from fastapi import FastAPI
@@ -74,20 +75,25 @@ class _Server(uvicorn.Server):
 
 
 def serve(
-    app: FastAPI, sock: socket.socket, settings: ServerConfig, announce: Callable[[str], None]
+    app: FastAPI,
+    sock: socket.socket,
+    settings: ServerConfig,
+    announce: Callable[[str], None],
+    lifespan: Literal["on", "off"] = "off",
 ) -> None:
     """Serves until SIGINT or SIGTERM, then lets what is under way finish within
     ``settings.shutdown_timeout`` seconds; a second signal cuts that short.
 
     Announces ``ready: http://host:port`` once requests are taken. After an orderly end uvicorn
     raises the signal again, for whoever handled it before. The caller closes the engines.
+    ``lifespan``: whether the application has something to start and end on the loop.
     """
     secure = settings.ssl_certfile is not None
     config = uvicorn.Config(
         app,
         log_level=settings.uvicorn_log_level,
         access_log=False,
-        lifespan="off",
+        lifespan=lifespan,
         http=BoundedHead,
         root_path=settings.root_path,
         timeout_graceful_shutdown=GRACE,

@@ -1,0 +1,112 @@
+"""Asks an instance how it is, and makes its announcement of the answers.
+
+Two kinds are known, by the names of their metrics: vLLM and our own server. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from .instances import Announcement, Load
+from .upstream import LOST
+
+ENGINES = {"vllm": "vllm:", "cloverinfer": "cloverinfer_"}
+"""What the names of an engine's metrics begin with."""
+TIMEOUT = 5.0
+"""Seconds that an instance may take to answer one question."""
+MOST_BYTES = 16 << 20
+
+
+class _Models(msgspec.Struct):
+    data: list[dict[str, Any]]
+
+
+@dataclass
+class Probe:
+    """One instance; keeps what it was last told, so that a question that fails loses nothing."""
+
+    url: str
+    role: str
+    kv_address: str | None = None
+    public_url: str | None = None
+    """Where requests go, if not to ``url``."""
+    api_key: str | None = None
+    _born: int = field(default_factory=lambda: int(time.time() * 1000))
+    _models: list[dict[str, Any]] = field(default_factory=list)
+
+    async def ask(self, http: aiohttp.ClientSession) -> Announcement:
+        """How it is now; never raises for what an instance does."""
+        problem, load, engine = None, Load(), ""
+        try:
+            await self._get(http, "/health")
+            self._models = msgspec.json.decode(
+                await self._get(http, "/v1/models"), type=_Models
+            ).data
+            samples = dict(_samples(await self._get(http, "/metrics")))
+            engine, load = _load(samples)
+            # When the instance's process began: its restart is a new incarnation.
+            began = int(samples.get("process_start_time_seconds", 0) * 1000)
+            self._born = max(self._born, began)
+        except (_RefusedError, *LOST, msgspec.MsgspecError, ValueError) as error:
+            problem = str(error) or type(error).__name__
+        return Announcement(
+            url=self.public_url or self.url,
+            role=self.role,
+            incarnation=self._born,
+            models=self._models,
+            engine=engine,
+            kv_address=self.kv_address,
+            load=load,
+            problem=problem,
+        )
+
+    async def _get(self, http: aiohttp.ClientSession, path: str) -> bytes:
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT)
+        async with http.get(self.url + path, headers=headers, timeout=timeout) as response:
+            body = b""
+            async for piece in response.content.iter_any():
+                body += piece
+                if len(body) > MOST_BYTES:
+                    raise _RefusedError(f"{path} answers more than {MOST_BYTES} bytes")
+            if response.status != 200:
+                raise _RefusedError(f"{path} answers {response.status}")
+            return body
+
+
+class _RefusedError(Exception):
+    pass
+
+
+def _samples(page: bytes) -> Iterator[tuple[str, float]]:
+    """Names and values of a page of metrics, those of one name with several labels added up."""
+    sums: dict[str, float] = {}
+    for line in page.decode("utf-8", "replace").splitlines():
+        if line and line[0] != "#" and line.startswith(_WANTED):
+            name = line.partition("{")[0].partition(" ")[0]
+            sums[name] = sums.get(name, 0.0) + float(line.rpartition(" ")[2])
+    yield from sums.items()
+
+
+_NAMES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+_WANTED = (
+    "process_start_time_seconds",
+    *(prefix + name for prefix in ENGINES.values() for name in _NAMES),
+)
+
+
+def _load(samples: Mapping[str, float]) -> tuple[str, Load]:
+    """The engine and its load; no name and no load where the page knows neither."""
+    for engine, prefix in ENGINES.items():
+        running = samples.get(f"{prefix}num_requests_running")
+        if running is not None:
+            waiting = samples.get(f"{prefix}num_requests_waiting", 0.0)
+            usage = samples.get(f"{prefix}kv_cache_usage_perc", 0.0)
+            return engine, Load(running=int(running), waiting=int(waiting), kv_usage=usage)
+    return "", Load()
