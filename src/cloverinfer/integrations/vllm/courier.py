@@ -1,0 +1,224 @@
+"""A worker's ends of the wires, each with a thread that polls it.
+
+Owns endpoints, threads and the registered memory; knows no transfer. Whoever uses it is called from
+the threads: with what arrived, and now and then with nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from ...config.network import NetworkConfig
+from ...core.errors import ConfigError, DeadlineError, TransportError
+from ...transport import Endpoint, Events, Peer, Region, create_endpoint, missing
+from ...transport import capabilities as capabilities_of
+from ...transport.choice import ORDER
+from ...transport.registry import transport_names
+from ...transport.tcp import whoever_listens
+from .wire import Message, WireInfo, decode, encode
+
+log = logging.getLogger(__name__)
+DOOR = "tcp"
+"""The transport of meeting points."""
+SEND_SECONDS = 5.0
+"""How long a message may take to be taken by the wire."""
+CONNECT_SECONDS = 2.0
+STOP_SECONDS = 5.0
+
+
+class User(Protocol):
+    """Whom a courier works for. Called from the threads of its wires."""
+
+    def arrived(self, wire: Wire, peer: Peer, message: Message) -> None: ...
+
+    def noticed(self, wire: Wire, peer: Peer, notice: int) -> None: ...
+
+    def settled(self) -> None:
+        """Some puts have ended."""
+
+    def tick(self) -> None:
+        """Now and then, from the door's thread."""
+
+
+class Wire:
+    """One endpoint, its thread and this worker's memory on it."""
+
+    def __init__(
+        self, endpoint: Endpoint, buffers: Sequence[memoryview], user: User, tick: float | None
+    ) -> None:
+        """``tick``: seconds between two calls of ``user.tick``; None: none."""
+        self.endpoint = endpoint
+        self.name = endpoint.capabilities.name
+        self.regions: list[Region] = [endpoint.register(buffer) for buffer in buffers]
+        self._user = user
+        self._tick = tick
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._ending = threading.Event()
+        self._own = endpoint.connect(endpoint.address())
+        self._thread = threading.Thread(target=self._run, name=f"kv-{self.name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def info(self) -> WireInfo:
+        return WireInfo(self.endpoint.address(), [region.ref for region in self.regions])
+
+    def call(self, act: Callable[[], None]) -> None:
+        """Runs ``act`` in the wire's thread, where alone connections and ranges may be made."""
+        self._calls.put(act)
+        self.send(self._own, b"")
+
+    def tell(self, peer: Peer, message: Message) -> bool:
+        """False where it could not be sent, which is logged."""
+        return self.send(peer, encode(message))
+
+    def send(self, peer: Peer, data: bytes) -> bool:
+        try:
+            self.endpoint.send(peer, data, SEND_SECONDS)
+        except TransportError as problem:
+            log.warning("%s cannot be told: %s", peer.address, problem)
+            return False
+        return True
+
+    def reply(self, peer: Peer, message: Message) -> bool:
+        """As ``tell``, over a new connection where the last one is broken. In the wire's thread."""
+        try:
+            self.endpoint.send(peer, encode(message), SEND_SECONDS)
+            return True
+        except DeadlineError as problem:
+            log.warning("%s does not read: %s", peer.address, problem)
+            return False
+        except TransportError:
+            with contextlib.suppress(TransportError):
+                self.endpoint.connect(peer.address, CONNECT_SECONDS)
+            return self.tell(peer, message)
+
+    def close(self) -> None:
+        self._ending.set()
+        if self._thread.is_alive():
+            self.send(self._own, b"")
+            self._thread.join(STOP_SECONDS)
+        self.endpoint.close()
+
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            events = self.endpoint.poll(self._tick or 1.0)
+            while not self._calls.empty():
+                self._guarded(self._calls.get_nowait())
+            self._guarded(lambda events=events: self._hand_over(events))
+            if self._tick is not None:
+                self._guarded(self._user.tick)
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """A mistake of ours must not end the thread that all transfers need."""
+        try:
+            act()
+        except Exception:
+            log.exception("the KV courier failed at one thing and goes on")
+
+    def _hand_over(self, events: Events) -> None:
+        for peer, data in events.messages:
+            if data:
+                self._read(peer, data)
+        for peer, notice in events.notices:
+            self._user.noticed(self, peer, notice)
+        if events.tickets:
+            self._user.settled()
+
+    def _read(self, peer: Peer, data: bytes) -> None:
+        try:
+            message = decode(data)
+        except (msgspec.ValidationError, msgspec.DecodeError) as problem:
+            log.warning("dropped a malformed message from %s: %s", peer.address, problem)
+            return
+        self._user.arrived(self, peer, message)
+
+
+class Courier:
+    """All wires of one worker; the door is among them."""
+
+    def __init__(
+        self,
+        name: str,
+        network: NetworkConfig,
+        transport: str,
+        buffers: Sequence[memoryview],
+        user: User,
+        tick: float,
+    ) -> None:
+        """``transport``: the one for blocks, or auto. ``ConfigError`` where the meeting point's
+        port is taken, since peers know it by its number."""
+        self.wires: dict[str, Wire] = {}
+        try:
+            for each in (DOOR, *_data_wires(transport)):
+                endpoint = create_endpoint(each, f"{name}-{each}", network)
+                is_door = each == DOOR
+                carries = not is_door or transport in ("auto", DOOR)
+                self.wires[each] = Wire(
+                    endpoint, buffers if carries else (), user, tick if is_door else None
+                )
+            if f":{network.port}/" not in self.door.endpoint.address():
+                raise ConfigError(
+                    f"port {network.port} of {network.bind_host}, the meeting point, is taken: "
+                    "set kv_port to another"
+                )
+        except BaseException:
+            self.close()
+            raise
+        self.data = [each for each, wire in self.wires.items() if wire.regions]
+
+    @property
+    def door(self) -> Wire:
+        return self.wires[DOOR]
+
+    def start(self) -> None:
+        for wire in self.wires.values():
+            wire.start()
+
+    def knock(self, host: str, port: int, message: Message) -> None:
+        """To the meeting point of another worker; what answers has an address of its own. In the
+        door's thread. ``TransportError`` where nobody answers."""
+        endpoint = self.door.endpoint
+        peer = endpoint.connect(whoever_listens(host, port), CONNECT_SECONDS)
+        endpoint.send(peer, encode(message), SEND_SECONDS)
+
+    def close(self) -> None:
+        for wire in self.wires.values():
+            wire.close()
+
+
+def _data_wires(transport: str) -> list[str]:
+    """Beside the door's: what can write into memory of the engine's."""
+    if transport != "auto":
+        return [] if transport == DOOR else [transport]
+    able = [each for each in ORDER if each in transport_names() and each not in ("ray", DOOR)]
+    return [each for each in able if _reaches(each) and not missing(each)]
+
+
+def _reaches(transport: str) -> bool:
+    able = capabilities_of(transport)
+    return able.cross_process and able.puts_into_any_memory and "host" in able.memory
+
+
+def is_cut_off(endpoint: Endpoint, address: str) -> bool:
+    """Whether nothing that the peer at ``address`` has put can still be written here. In the
+    endpoint's thread."""
+    try:
+        if endpoint.capabilities.cross_host:
+            endpoint.fence(address, 0.2)
+            return True
+        # The peer itself writes: it must be gone.
+        endpoint.connect(address, 0.2)
+    except TimeoutError:
+        return False
+    except TransportError:
+        return not endpoint.capabilities.cross_host
+    return False

@@ -1,0 +1,394 @@
+"""Decode's end: grants blocks to the prefill that claims them, and proves that all of it arrived.
+
+That proof is ``nodes.transfers.TransferReceiver``'s: every layer of every block once, or the load
+has failed. Blocks are reported, and so become the engine's again, only once nobody may write into
+them: the writer has said so, or is cut off. Of several attempts the newest is granted, after the
+one before it has left. State is guarded by the worker's lock; called from the wires' threads, but
+for what says otherwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from functools import partial
+
+from ...core.errors import ConfigError
+from ...kvcache.layout import PoolLayout
+from ...nodes.transfers import TransferReceiver
+from ...transport import Peer
+from ...wire.messages import CancelTransfer, ExpectTransfer, KVChunk, TransferDone
+from ...wire.notices import MAX_TRANSFERS, KVNotice, unpack
+from .courier import Courier, Wire, is_cut_off
+from .incoming import Claimed, Incoming, Source
+from .meeting import matches_of, partners, wire_between
+from .plan import Loaded, LoadStart
+from .settings import Settings
+from .wire import (
+    Beat,
+    Claim,
+    Denial,
+    Drop,
+    Dropped,
+    GiveUp,
+    Grant,
+    Greeting,
+    Message,
+    Refusal,
+    Welcome,
+    Worker,
+)
+
+log = logging.getLogger(__name__)
+MOST_EARLY = 4096
+"""Transfers claimed, or given up, before this engine knows of them; the oldest is forgotten."""
+
+
+class Inbox:
+    def __init__(
+        self,
+        settings: Settings,
+        me: Worker,
+        courier: Courier,
+        pool: tuple[PoolLayout, int],
+        lock: threading.RLock,
+    ) -> None:
+        """``pool``: its layout as far as counting goes, in blocks of the grids, and how many of
+        those one block of the scheduler's is."""
+        layout, self._split = pool
+        self._settings = settings
+        self._me = me
+        self._courier = courier
+        self._lock = lock
+        self._sources: dict[str, Source] = {}
+        """By name."""
+        self._transfers: dict[str, Incoming] = {}
+        """By transfer."""
+        self._slots: dict[int, Incoming] = {}
+        self._next_slot = itertools.count()
+        self._numbers = itertools.count()
+        self._early: OrderedDict[str, list[tuple[str, Claim]]] = OrderedDict()
+        self._hopeless: OrderedDict[str, str] = OrderedDict()
+        self._receiver = TransferReceiver(me.name, layout, self._done)
+        self._loaded: dict[str, Loaded] = {}
+        self._bad_blocks: set[int] = set()
+
+    # -- from the engine's thread
+
+    def expect(self, loads: Iterable[LoadStart]) -> None:
+        with self._lock:
+            for load in loads:
+                self._expect(load)
+
+    def abort(self, requests: Iterable[str]) -> None:
+        """Their blocks are reported as loaded once nobody may write into them."""
+        with self._lock:
+            names = set(requests)
+            for incoming in list(self._transfers.values()):
+                if incoming.start.request in names and not incoming.aborted:
+                    incoming.aborted = True
+                    self._revoke(incoming, "the request was aborted at decode")
+                    self._go_on(incoming)
+
+    def take_loaded(self) -> tuple[dict[str, Loaded], set[int]]:
+        """Requests whose blocks are the engine's again, each once; and the scheduler's blocks that
+        hold nothing of worth."""
+        with self._lock:
+            loaded, self._loaded = self._loaded, {}
+            bad, self._bad_blocks = self._bad_blocks, set()
+            return loaded, bad
+
+    # -- from the wires' threads
+
+    def arrived(self, wire: Wire, peer: Peer, message: Message) -> bool:
+        """False for what is not decode's to answer."""
+        if isinstance(message, Greeting):
+            self._greeted(wire, peer, message)
+            return True
+        with self._lock:
+            if isinstance(message, GiveUp):
+                self._given_up(message)
+                return True
+            source = self._source_at(wire, peer)
+            if source is None or not isinstance(message, (Claim, Dropped, KVChunk, Beat)):
+                return False
+            if isinstance(message, Claim):
+                self._claim(source, message)
+            elif isinstance(message, Dropped):
+                self._left(source.name, message.slot)
+            elif isinstance(message, KVChunk):
+                self._receiver.handle(source.name, message)
+            return True
+
+    def noticed(self, wire: Wire, peer: Peer, notice: int) -> None:
+        with self._lock:
+            source, what = self._source_at(wire, peer), unpack(notice)
+            if source is not None and isinstance(what, KVNotice):
+                self._receiver.notice(source.name, what)
+
+    def tick(self, now: float) -> None:
+        with self._lock:
+            for source in self._busy_sources():
+                if now - source.heard <= self._settings.lease:
+                    if source.peer is not None:
+                        source.wire.tell(source.peer, Beat())
+                else:
+                    self._lose(source)
+            for incoming in list(self._transfers.values()):
+                if incoming.claimed is None and not incoming.over and now > incoming.deadline:
+                    self._fail(incoming, "no prefill pushed in time")
+
+    # -- meeting
+
+    def _greeted(self, wire: Wire, peer: Peer, greeting: Greeting) -> None:
+        worker = greeting.worker
+        try:
+            matches_of(worker, self._me)
+            transport = wire_between(worker, self._me)
+        except (ConfigError, ValueError) as problem:
+            log.error("prefill %s is refused: %s", worker.name, problem)
+            wire.reply(peer, Refusal(greeting.nonce, str(problem)))
+            return
+        with self._lock:
+            data, address = self._courier.wires[transport], worker.wires[transport].address
+            known = self._sources.get(worker.name)
+            if known is None or known.address != address:
+                source = Source(worker, data, address, time.monotonic())
+                self._sources[worker.name] = source
+        wire.reply(peer, Welcome(greeting.nonce, self._me, transport))
+
+    def _source_at(self, wire: Wire, peer: Peer) -> Source | None:
+        for source in self._sources.values():
+            if source.address == peer.address and source.wire is wire:
+                source.peer, source.heard = peer, time.monotonic()
+                return source
+        return None
+
+    def _busy_sources(self) -> list[Source]:
+        """Those that have a claim here, or may write."""
+        names = {name for claims in self._early.values() for name, _ in claims}
+        for incoming in self._transfers.values():
+            names.update(incoming.leaving)
+            if incoming.claimed is not None:
+                names.update(incoming.claimed.claims)
+        return [self._sources[name] for name in names if name in self._sources]
+
+    # -- transfers; under the lock
+
+    def _expect(self, load: LoadStart) -> None:
+        if load.transfer in self._transfers:
+            problem = f"transfer_id {load.transfer} is in use already"
+            self._report(load, Loaded(-1, 0, 0.0, problem), bad=True)
+            return
+        blocks = [b * self._split + i for b in load.blocks for i in range(self._split)]
+        count = -(-(load.end - load.start) // self._block_size)
+        deadline = time.monotonic() + self._settings.claim_timeout
+        incoming = Incoming(load, blocks[:count], deadline)
+        self._transfers[load.transfer] = incoming
+        for name, claim in self._early.pop(load.transfer, []):
+            if name in self._sources:
+                self._claim(self._sources[name], claim)
+        hopeless = self._hopeless.pop(load.transfer, "")
+        if hopeless and incoming.claimed is None:
+            self._fail(incoming, hopeless)
+
+    @property
+    def _block_size(self) -> int:
+        return self._me.grids[0].block_size
+
+    def _claim(self, source: Source, claim: Claim) -> None:
+        incoming = self._transfers.get(claim.transfer)
+        if incoming is None:
+            self._early.setdefault(claim.transfer, []).append((source.name, claim))
+            _shorten(self._early)
+            return
+        problem = self._problem(incoming, source, claim)
+        if problem:
+            assert source.peer is not None
+            source.wire.tell(source.peer, Denial(claim.transfer, claim.attempt, problem))
+            return
+        claimed = incoming.claimed
+        if claimed is None or claimed.attempt < claim.attempt:
+            self._revoke(incoming, f"attempt {claim.attempt} takes its place")
+            claimed = incoming.claimed = self._claimed(source.worker, claim.attempt)
+        claimed.claims[source.name] = claim
+        self._go_on(incoming)
+
+    def _problem(self, incoming: Incoming, source: Source, claim: Claim) -> str:
+        """Why the claim is turned away."""
+        start, claimed = incoming.start, incoming.claimed
+        if incoming.over:
+            return incoming.error or "the request was aborted at decode"
+        if claim.end != start.end:
+            return f"the prompt has {claim.end} tokens at prefill and {start.end} at decode"
+        if claim.digest != start.digest:
+            return "the prompts of prefill and decode are not the same"
+        if claimed is None or claimed.attempt < claim.attempt:
+            return ""
+        if (claimed.attempt, claimed.engine) != (claim.attempt, source.worker.engine):
+            return f"attempt {claimed.attempt} has the transfer"
+        return ""
+
+    def _claimed(self, worker: Worker, attempt: int) -> Claimed:
+        ranks = partners(self._me.rank, self._me.ranks, worker.ranks)
+        return Claimed(attempt, worker.engine, [f"{worker.engine}/{rank}" for rank in ranks])
+
+    def _go_on(self, incoming: Incoming) -> None:
+        """Once nobody may write that should not: grants, or reports."""
+        if incoming.leaving:
+            return
+        if incoming.over:
+            self._end(incoming)
+        elif incoming.claimed is not None:
+            self._grant(incoming, incoming.claimed)
+
+    def _grant(self, incoming: Incoming, claimed: Claimed) -> None:
+        """To each of the attempt's workers that has come and was not granted yet."""
+        start = incoming.start
+        if claimed.slot < 0:
+            claimed.slot, claimed.number = self._free_slot(), next(self._numbers)
+            claimed.granted = time.monotonic()
+            self._slots[claimed.slot] = incoming
+            first, *others = claimed.expected
+            self._receiver.expect(
+                ExpectTransfer(
+                    claimed.slot,
+                    claimed.number,
+                    claimed.attempt,
+                    first,
+                    incoming.blocks,
+                    start.start,
+                    start.end - start.start,
+                    others,
+                )
+            )
+        grant = Grant(
+            start.transfer,
+            claimed.attempt,
+            claimed.slot,
+            claimed.number,
+            incoming.blocks,
+            start.start,
+            start.end,
+        )
+        for name in claimed.claims:
+            source = self._sources.get(name)
+            if source is not None and source.peer is not None:
+                source.wire.tell(source.peer, grant)
+
+    def _free_slot(self) -> int:
+        """The one that was not used for longest."""
+        slot = next(self._next_slot) % MAX_TRANSFERS
+        while slot in self._slots:
+            slot = next(self._next_slot) % MAX_TRANSFERS
+        return slot
+
+    def _done(self, done: TransferDone) -> None:
+        """The receiver's verdict on a granted transfer."""
+        incoming = self._slots.get(done.transfer)
+        claimed = incoming.claimed if incoming is not None else None
+        if incoming is None or claimed is None or claimed.slot != done.transfer:
+            return
+        if done.error:
+            self._fail(incoming, done.error)
+            return
+        # Every promised byte is there, so nothing of it can be under way.
+        del self._slots[done.transfer], self._transfers[incoming.start.transfer]
+        tokens = incoming.start.end - incoming.start.start
+        seconds = time.monotonic() - claimed.granted
+        self._report(incoming.start, Loaded(claimed.attempt, tokens, seconds))
+
+    def _revoke(self, incoming: Incoming, reason: str) -> None:
+        """The attempt that has the transfer loses it; who was granted must say that it has left."""
+        claimed, incoming.claimed = incoming.claimed, None
+        if claimed is None:
+            return
+        log.info("transfer %s, attempt %d: %s", incoming.start.transfer, claimed.attempt, reason)
+        drop = Drop(claimed.slot, incoming.start.transfer, claimed.attempt)
+        if claimed.slot >= 0:
+            self._receiver.cancel(CancelTransfer(claimed.slot))
+        for name in claimed.claims:
+            source = self._sources.get(name)
+            if source is None or source.peer is None:
+                continue
+            if claimed.slot >= 0:
+                incoming.leaving[name] = claimed.slot
+                source.wire.tell(source.peer, drop)
+            else:
+                source.wire.tell(source.peer, Denial(drop.transfer, drop.attempt, reason))
+
+    def _left(self, name: str, slot: int) -> None:
+        incoming = self._slots.get(slot)
+        if incoming is None or incoming.leaving.get(name) != slot:
+            return
+        del incoming.leaving[name]
+        if slot not in incoming.leaving.values():
+            del self._slots[slot]
+        self._go_on(incoming)
+
+    def _given_up(self, message: GiveUp) -> None:
+        incoming = self._transfers.get(message.transfer)
+        if incoming is None:
+            self._early.pop(message.transfer, None)
+            if message.final:
+                self._hopeless[message.transfer] = message.reason
+                _shorten(self._hopeless)
+            return
+        claimed = incoming.claimed
+        if incoming.over or (claimed is not None and claimed.attempt != message.attempt):
+            return
+        if message.final:
+            self._fail(incoming, message.reason)
+        elif claimed is not None:
+            self._wait_for_another(incoming, message.reason)
+
+    def _wait_for_another(self, incoming: Incoming, reason: str) -> None:
+        self._revoke(incoming, reason)
+        incoming.deadline = time.monotonic() + self._settings.retry_timeout
+
+    def _fail(self, incoming: Incoming, reason: str) -> None:
+        if not incoming.over:
+            log.warning("transfer %s: %s", incoming.start.transfer, reason)
+            incoming.error = reason
+            self._revoke(incoming, reason)
+            self._go_on(incoming)
+
+    def _end(self, incoming: Incoming) -> None:
+        del self._transfers[incoming.start.transfer]
+        self._report(incoming.start, Loaded(-1, 0, 0.0, incoming.error), bad=not incoming.aborted)
+
+    def _report(self, load: LoadStart, loaded: Loaded, bad: bool = False) -> None:
+        self._loaded[load.request] = loaded
+        if bad:
+            self._bad_blocks.update(load.blocks)
+
+    # -- writers that are gone; under the lock
+
+    def _lose(self, source: Source) -> None:
+        """It is silent. What it was granted waits until it is cut off."""
+        for incoming in list(self._transfers.values()):
+            claimed = incoming.claimed
+            if claimed is not None and source.name in claimed.claims:
+                self._wait_for_another(incoming, f"prefill {source.name} is silent")
+        source.wire.call(partial(self._cut_off, source))
+
+    def _cut_off(self, source: Source) -> None:
+        """In the wire's thread, without the lock; asked again with the next tick where not yet."""
+        if not is_cut_off(source.wire.endpoint, source.address):
+            return
+        log.warning("prefill %s is gone: nothing of it is written here any more", source.name)
+        with self._lock:
+            if self._sources.get(source.name) is source:
+                del self._sources[source.name]
+            for incoming in list(self._transfers.values()):
+                if source.name in incoming.leaving:
+                    self._left(source.name, incoming.leaving[source.name])
+
+
+def _shorten(kept: OrderedDict[str, object]) -> None:
+    while len(kept) > MOST_EARLY:
+        kept.popitem(last=False)

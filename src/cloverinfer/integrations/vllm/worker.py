@@ -1,0 +1,188 @@
+"""The worker half: this worker's memory, its courier, and the two ends of transfers.
+
+Called by the engine around each step; everything that waits happens in other threads. It does not
+know vLLM: ``connector`` brings tensors and names of layers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...kvcache.layout import DTYPE_BYTES, KVSpec, PoolLayout
+from ...transport import Peer
+from ...transport.choice import offer
+from .courier import Courier, Wire
+from .grid import Grid, Heads
+from .inbox import Inbox
+from .memory import Pool, Shape, pool_of
+from .outbox import Outbox
+from .plan import Loaded, StepPlan
+from .settings import Settings
+from .wire import VERSION, Message, Worker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What the engine's configuration says of this worker."""
+
+    name: str
+    """The same for all its workers, new at each start."""
+    rank: int
+    """In tensor parallelism."""
+    ranks: int
+    model: str
+    """The same for engines of one model."""
+    dtype: str
+    """Of the KV cache."""
+    interior: str
+    """See ``wire.Worker``; not empty: only the engine's kernels know."""
+    all_heads: int
+    shape: Shape
+
+    @property
+    def heads(self) -> Heads:
+        """This worker's KV heads among the model's."""
+        first = self.rank * self.shape.heads
+        if self.ranks * self.shape.heads > self.all_heads:  # several workers keep the same
+            first = self.rank * self.all_heads // self.ranks
+        return Heads(first, self.shape.heads)
+
+
+class WorkerHalf:
+    def __init__(self, settings: Settings, engine: Engine) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._lock = threading.RLock()
+        self._courier: Courier | None = None
+        self._layers: dict[str, int] = {}
+        self._bad_blocks: set[int] = set()
+        self._results: dict[str, Loaded] = {}
+
+    def register(self, caches: Mapping[str, Any]) -> None:
+        """Takes the engine's tensors, by layer, as the memory of transfers. ``ConfigError`` for
+        layouts and ports that cannot serve."""
+        pool = pool_of(caches, self._engine.shape)
+        self._layers = {name: i for i, name in enumerate(pool.layers)}
+        settings, engine = self._settings, self._engine
+        courier = self._courier = Courier(
+            f"kv-{engine.rank}",
+            settings.network(engine.rank),
+            settings.transport,
+            pool.buffers,
+            self,
+            settings.lease / 4,
+        )
+        me = _describe(settings, engine, pool, courier)
+        self._outbox = Outbox(settings, me, courier, pool.split, self._lock)
+        layout = PoolLayout(tuple(_spec(engine, grid) for grid in pool.grids), *_blocks(pool))
+        self._inbox = Inbox(settings, me, courier, (layout, pool.split), self._lock)
+        courier.start()
+        log.info(
+            "KV connector of rank %d: %d layers of %d blocks of %d tokens, at %s, over %s",
+            engine.rank,
+            len(pool.layers),
+            *reversed(_blocks(pool)),
+            courier.door.endpoint.address(),
+            " or ".join(courier.data),
+        )
+
+    # -- by the engine, around a step
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Before anything of the step is computed."""
+        self._inbox.expect(plan.loads)
+        self._inbox.abort(plan.ended)
+        self._outbox.finish(plan.ended)
+        self._outbox.begin(plan.sends, plan.progress)
+
+    def save_layer(self, name: str) -> None:
+        """The step's keys and values of a layer are in its cache."""
+        layer = self._layers.get(name)
+        if layer is not None:
+            self._outbox.layer(layer)
+
+    def end_step(self) -> None:
+        self._outbox.end()
+
+    def preempt(self, requests: list[str]) -> None:
+        """Returns once nothing reads these requests' blocks, which are about to be overwritten."""
+        if requests:
+            self._outbox.preempt(requests)
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Requests whose blocks nothing reads any more, and requests whose load is over."""
+        loaded, bad = self._inbox.take_loaded()
+        self._bad_blocks |= bad
+        self._results |= loaded
+        return self._outbox.take_sent(), set(loaded)
+
+    def take_bad_blocks(self) -> set[int]:
+        """The scheduler's blocks whose load failed, of those that ``take_finished`` told of."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def take_results(self) -> dict[str, Loaded]:
+        """How loads went, of those that ``take_finished`` told of."""
+        results, self._results = self._results, {}
+        return results
+
+    def close(self) -> None:
+        if self._courier is not None:
+            self._outbox.close()
+            self._courier.close()
+            self._courier = None
+
+    # -- by the courier, from its threads
+
+    def arrived(self, wire: Wire, peer: Peer, message: Message) -> None:
+        if not (
+            self._inbox.arrived(wire, peer, message) or self._outbox.arrived(wire, peer, message)
+        ):
+            log.debug("dropped %s from %s", type(message).__name__, peer.address)
+
+    def noticed(self, wire: Wire, peer: Peer, notice: int) -> None:
+        self._inbox.noticed(wire, peer, notice)
+
+    def settled(self) -> None:
+        self._outbox.settle()
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        self._inbox.tick(now)
+        self._outbox.tick(now)
+
+
+def _describe(settings: Settings, engine: Engine, pool: Pool, courier: Courier) -> Worker:
+    return Worker(
+        version=VERSION,
+        engine=engine.name,
+        rank=engine.rank,
+        ranks=engine.ranks,
+        model=settings.model_id or engine.model,
+        dtype=engine.dtype,
+        interior=engine.interior,
+        all_heads=engine.all_heads,
+        heads=engine.heads,
+        grids=pool.grids,
+        offer=offer(f"{engine.name}/{engine.rank}"),
+        wires={each: courier.wires[each].info for each in courier.data},
+    )
+
+
+def _blocks(pool: Pool) -> tuple[int, int]:
+    """Tokens of a block of the grids, and how many blocks there are."""
+    return pool.grids[0].block_size, pool.grids[0].blocks
+
+
+def _spec(engine: Engine, grid: Grid) -> KVSpec:
+    """For counting bytes only: keys and values together."""
+    dtype = engine.dtype if engine.dtype in DTYPE_BYTES else "float8_e4m3"
+    width = grid.token_bytes // DTYPE_BYTES[dtype]
+    return KVSpec(kv_heads=grid.heads, k_dim=width, v_dim=0, dtype=dtype, scale=1.0)
