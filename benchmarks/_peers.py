@@ -15,6 +15,8 @@ SCRIPTS = {
     "vllm": "_peer_vllm.py",
     "llama.cpp": "_peer_llama_cpp.py",
 }
+KERNELS = {"llama.cpp": "_peer_ggml.py"}
+"""Attention kernels of other engines."""
 
 
 def prompts(model: ResolvedModel, count: int, length: int) -> list[list[int]]:
@@ -43,8 +45,20 @@ def run_peer(
         "tokens": tokens,
         "threads": threads,
     }
+    return _run(python, SCRIPTS[name], job, threads)
+
+
+def run_kernel_peer(peer: str, job: dict[str, object], threads: int) -> dict[str, float]:
+    """Seconds of a peer's attention kernel on one shape."""
+    name, _, python = peer.partition("=")
+    if name not in KERNELS or not python:
+        raise SystemExit(f"--peer {peer}: want NAME=PYTHON with NAME one of {', '.join(KERNELS)}")
+    return _run(python, KERNELS[name], job, threads)
+
+
+def _run(python: str, script: str, job: dict[str, object], threads: int) -> dict[str, float]:
     result = subprocess.run(
-        [python, str(Path(__file__).parent / SCRIPTS[name])],
+        [python, str(Path(__file__).parent / script)],
         input=json.dumps(job),
         capture_output=True,
         text=True,
@@ -52,6 +66,6 @@ def run_peer(
         check=False,
     )
     if result.returncode != 0:
-        raise SystemExit(f"{name} failed:\n{result.stderr[-2000:]}")
-    rates: dict[str, float] = json.loads(result.stdout.strip().splitlines()[-1])
-    return rates
+        raise SystemExit(f"{script} failed:\n{result.stderr[-2000:]}")
+    figures: dict[str, float] = json.loads(result.stdout.strip().splitlines()[-1])
+    return figures

@@ -25,8 +25,18 @@ struct Attention::Plan {
   Attention* self;
   const Entry* entry;
   const AttendCall* call;
-  int64_t scratch;  // floats per thread: kernel scratch, then one partial result
+  float* partials;  // of items of several spans
+  float* scratch;
+  int64_t work;          // floats that the kernel works in, per thread
+  int64_t scratch_each;  // floats per thread: these, then one partial result
 };
+
+float* Attention::Floats::at_least(int64_t floats) {
+  constexpr int64_t kLine = 16;
+  if (static_cast<int64_t>(memory_.size()) < floats + kLine) memory_.resize(floats + kLine);
+  const auto address = reinterpret_cast<uintptr_t>(memory_.data());
+  return reinterpret_cast<float*>((address + 63) / 64 * 64);
+}
 
 Attention::Attention(int threads, const std::string& isa, void* pool, int64_t pool_bytes,
                      int block_size, int64_t num_blocks)
@@ -64,7 +74,7 @@ void Attention::add_layer(LayerConfig config) {
                   c.softcap,
                   c.sinks.empty() ? nullptr : c.sinks.data(),
                   c.alibi_slopes.empty() ? nullptr : c.alibi_slopes.data()};
-  const int64_t bytes = entry->layer.block_elements() * dtype_bytes(c.dtype) * num_blocks_;
+  const int64_t bytes = entry->layer.block_bytes() * num_blocks_;
   require(bytes <= pool_bytes_ - used_bytes_, "the layers do not fit into the pool");
   used_bytes_ += bytes;
   layers_.push_back(std::move(entry));
@@ -72,24 +82,20 @@ void Attention::add_layer(LayerConfig config) {
 
 void Attention::append(int index, const AppendCall& call) {
   const Layer& layer = layers_.at(index)->layer;
-  const int64_t size = dtype_bytes(layer.dtype);
+  const Kernels& kernels = *layers_.at(index)->kernels;
+  require(call.dtype != DType::kInt8, "tokens are floats, whatever is stored");
+  const int64_t size = dtype_bytes(call.dtype);
   const int64_t slots = layer.num_blocks * layer.block_size;
   for (int64_t t = 0; t < call.tokens; ++t)
     require(call.slots[t] >= 0 && call.slots[t] < slots,
             "slot " + std::to_string(call.slots[t]) + " is outside the pool");
   for (int64_t t = 0; t < call.tokens; ++t) {
-    const int64_t offset = call.slots[t] % layer.block_size;
-    unsigned char* block =
-        layer.base + call.slots[t] / layer.block_size * layer.block_elements() * size;
+    const int offset = static_cast<int>(call.slots[t] % layer.block_size);
+    unsigned char* block = layer.base + call.slots[t] / layer.block_size * layer.block_bytes();
     const auto* k = static_cast<const unsigned char*>(call.k) + t * call.k_stride * size;
     const auto* v = static_cast<const unsigned char*>(call.v) + t * call.v_stride * size;
-    const int64_t k_bytes = layer.k_dim * size, v_bytes = layer.v_dim * size;
-    for (int head = 0; head < layer.kv_heads; ++head) {
-      std::memcpy(block + layer.keys_at(head) * size + offset * k_bytes, k + head * k_bytes,
-                  k_bytes);
-      std::memcpy(block + layer.values_at(head) * size + offset * v_bytes, v + head * v_bytes,
-                  v_bytes);
-    }
+    kernels.put(layer, call.dtype, k, true, block, offset);
+    kernels.put(layer, call.dtype, v, false, block, offset);
   }
 }
 
@@ -116,52 +122,62 @@ void Attention::check(const Layer& layer, const AttendCall& call) const {
   }
 }
 
-// One item per query token and KV head, in that order; returns the positions of all together.
+// Items in the order of query tokens, then of KV heads; returns what they cost, in positions times
+// query tokens.
 int64_t Attention::list_items(const Layer& layer, const AttendCall& call) {
-  whole_.clear();
   items_.clear();
+  const int most = std::max(1, kMaxRows / layer.group);
+  for (int64_t row = 0; row < call.rows; ++row)
+    if (call.starts[row + 1] - call.starts[row] <= kMaxQueries) list_row(layer, call, row, most);
   int64_t total = 0;
-  const int64_t head_bytes = int64_t{layer.group} * layer.k_dim * dtype_bytes(layer.dtype);
-  for (int64_t row = 0; row < call.rows; ++row) {
-    const int64_t first = call.starts[row], last = call.starts[row + 1];
-    if (last - first > kMaxQueries) continue;
-    for (int64_t token = first; token < last; ++token) {
-      const int64_t query_at = call.lengths[row] - (last - token);
-      const int64_t begin = visible_from(layer, query_at);
-      const auto* q = static_cast<const unsigned char*>(call.q) +
-                      token * call.q_stride * dtype_bytes(layer.dtype);
-      for (int head = 0; head < layer.kv_heads; ++head) {
-        whole_.push_back({q + head * head_bytes, call.tables + row * call.table_stride, head,
-                          query_at, begin, query_at + 1});
-        items_.push_back({token, 0, 0});
-        total += query_at + 1 - begin;
-      }
+  for (const Item& item : items_) total += (item.whole.end - item.whole.begin) * item.whole.queries;
+  return total;
+}
+
+// Items of a row, each of up to `most` query tokens.
+void Attention::list_row(const Layer& layer, const AttendCall& call, int64_t row, int most) {
+  const int64_t last = call.starts[row + 1], size = dtype_bytes(call.dtype);
+  for (int64_t token = call.starts[row]; token < last; token += most) {
+    const int queries = static_cast<int>(std::min<int64_t>(most, last - token));
+    const int64_t query_at = call.lengths[row] - (last - token);
+    const auto* q = static_cast<const unsigned char*>(call.q) + token * call.q_stride * size;
+    for (int head = 0; head < layer.kv_heads; ++head) {
+      const Span whole = {q + int64_t{head} * layer.group * layer.k_dim * size,
+                          call.q_stride * size,
+                          call.dtype,
+                          queries,
+                          call.tables + row * call.table_stride,
+                          head,
+                          query_at,
+                          visible_from(layer, query_at),
+                          query_at + queries};
+      items_.push_back({whole, token, 0, 0, 0});
     }
   }
-  return total;
 }
 
 void Attention::split_items(const Layer& layer, int64_t total) {
   spans_.clear();
   item_of_.clear();
   const int64_t share = ceil_div(total, threads_->threads() * kSpansPerThread);
-  const int64_t most = threads_->threads() == 1 ? total : std::max(kMinSpan, share);
-  size_t partials = 0;
+  int64_t partials = 0;
   for (size_t i = 0; i < items_.size(); ++i) {
-    const Span& whole = whole_[i];
-    const int64_t length = whole.end - whole.begin;
-    const int64_t count = ceil_div(length, most);
-    items_[i].first = static_cast<int>(spans_.size());
-    items_[i].count = static_cast<int>(count);
+    Item& item = items_[i];
+    const int64_t length = item.whole.end - item.whole.begin;
+    const int64_t most = std::max(kMinSpan, share / item.whole.queries);
+    const int64_t count = threads_->threads() == 1 ? 1 : ceil_div(length, most);
+    item.first = static_cast<int>(spans_.size());
+    item.count = static_cast<int>(count);
+    item.partials = partials;
     for (int64_t s = 0; s < count; ++s) {
-      spans_.push_back(whole);
-      spans_.back().begin = whole.begin + length * s / count;
-      spans_.back().end = whole.begin + length * (s + 1) / count;
+      spans_.push_back(item.whole);
+      spans_.back().begin = item.whole.begin + length * s / count;
+      spans_.back().end = item.whole.begin + length * (s + 1) / count;
       item_of_.push_back(static_cast<int>(i));
     }
-    if (count > 1) partials = spans_.size() * partial_floats(layer);
+    if (count > 1) partials += count * partial_floats(layer, item.whole.queries);
   }
-  if (partials_.size() < partials) partials_.resize(partials);
+  partials_.at_least(partials);
 }
 
 void Attention::attend(int index, const AttendCall& call) {
@@ -177,10 +193,12 @@ void Attention::attend(int index, const AttendCall& call) {
 
 void Attention::run(const Entry& entry, const AttendCall& call, int64_t total) {
   const Layer& layer = entry.layer;
-  const int64_t scratch = scratch_floats(layer) + partial_floats(layer) + 16;  // a line apart
-  const size_t floats = static_cast<size_t>(scratch) * threads_->threads();
-  if (scratch_.size() < floats) scratch_.resize(floats);
-  Plan plan = {this, &entry, &call, scratch};
+  int queries = 1;
+  for (const Item& item : items_) queries = std::max(queries, item.whole.queries);
+  const int64_t work = scratch_floats(layer, queries);
+  const int64_t each = work + partial_floats(layer, queries);
+  float* scratch = scratch_.at_least(each * threads_->threads());
+  Plan plan = {this, &entry, &call, partials_.at_least(0), scratch, work, each};
   const int count = static_cast<int>(spans_.size());
   if (total * (layer.k_dim + layer.v_dim) * dtype_bytes(layer.dtype) < kAloneBytes) {
     for (int i = 0; i < count; ++i) run_span(plan, i, 0);
@@ -194,27 +212,31 @@ void Attention::run(const Entry& entry, const AttendCall& call, int64_t total) {
         &plan);
   }
   for (const Item& item : items_)
-    if (item.count > 1)
-      finish_item(plan, item, partials_.data() + item.first * partial_floats(layer));
+    if (item.count > 1) finish_item(plan, item, plan.partials + item.partials);
 }
 
 void Attention::run_span(const Plan& plan, int index, int thread) {
   const Layer& layer = plan.entry->layer;
   const Item& item = items_[item_of_[index]];
-  float* scratch = scratch_.data() + thread * plan.scratch;
-  float* partial = item.count > 1 ? partials_.data() + index * partial_floats(layer)
-                                  : scratch + scratch_floats(layer);
-  plan.entry->kernels->span(layer, spans_[index], scratch, partial);
+  const Span& span = spans_[index];
+  float* scratch = plan.scratch + thread * plan.scratch_each;
+  float* partial = scratch + plan.work;
+  if (item.count > 1)
+    partial =
+        plan.partials + item.partials + (index - item.first) * partial_floats(layer, span.queries);
+  const Span* next = index + 1 < static_cast<int>(spans_.size()) ? &span + 1 : nullptr;
+  plan.entry->kernels->span(layer, span, next, scratch, partial);
   if (item.count == 1) finish_item(plan, item, partial);
 }
 
 void Attention::finish_item(const Plan& plan, const Item& item, float* partials) {
   const Layer& layer = plan.entry->layer;
-  const int head = spans_[item.first].head;
-  const int64_t at = (item.token * layer.kv_heads + head) * layer.group;
-  auto* o = static_cast<unsigned char*>(plan.call->o);
-  plan.entry->kernels->finish(layer, head, partials, item.count,
-                              o + at * layer.v_dim * dtype_bytes(layer.dtype), plan.call->lse + at);
+  const int64_t heads = int64_t{layer.kv_heads} * layer.group;
+  const int64_t at = item.token * heads + int64_t{item.whole.head} * layer.group;
+  const int64_t size = dtype_bytes(plan.call->dtype);
+  const Result result = {static_cast<unsigned char*>(plan.call->o) + at * layer.v_dim * size,
+                         heads * layer.v_dim * size, plan.call->lse + at, heads};
+  plan.entry->kernels->finish(layer, item.whole, partials, item.count, result);
 }
 
 }  // namespace clover::attention

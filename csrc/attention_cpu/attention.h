@@ -18,6 +18,8 @@ namespace clover::attention {
 
 // Rows with more query tokens than this are left to the caller, who has matrix products for them.
 constexpr int kMaxQueries = 8;
+// Query tokens times query heads of a KV head that are computed in one pass over the KV.
+constexpr int kMaxRows = 64;
 
 struct LayerConfig {
   DType dtype;
@@ -40,6 +42,7 @@ struct AppendCall {
   int64_t v_stride;
   const int64_t* slots;
   int64_t tokens;
+  DType dtype;  // of k and v: float32, bfloat16 or float16, whatever the layer stores
 };
 
 struct AttendCall {
@@ -51,8 +54,9 @@ struct AttendCall {
   const int32_t* lengths;
   int64_t rows;
   int64_t tokens;
-  void* o;     // [tokens, heads, v_dim], contiguous
-  float* lse;  // [tokens, heads], contiguous
+  void* o;      // [tokens, heads, v_dim], contiguous
+  float* lse;   // [tokens, heads], contiguous
+  DType dtype;  // of q and o: float32, bfloat16 or float16, whatever the layer stores
 };
 
 class Attention {
@@ -81,21 +85,34 @@ class Attention {
     LayerConfig config;  // owns what `layer` points to
     const Kernels* kernels;
   };
-  // One query token and KV head: `count` spans from `first` on.
+  // Some query tokens of a row and a KV head: `count` spans from `first` on, whose partial results,
+  // if they are several, lie at `partials`.
   struct Item {
-    int64_t token;
+    Span whole;
+    int64_t token;  // the first one's number within the call
     int first;
     int count;
+    int64_t partials;
   };
   struct Plan;
 
   int64_t visible_from(const Layer& layer, int64_t query_at) const;
   void check(const Layer& layer, const AttendCall& call) const;
   int64_t list_items(const Layer& layer, const AttendCall& call);
+  void list_row(const Layer& layer, const AttendCall& call, int64_t row, int queries);
   void split_items(const Layer& layer, int64_t total);
   void run(const Entry& entry, const AttendCall& call, int64_t total);
   void run_span(const Plan& plan, int index, int thread);
   void finish_item(const Plan& plan, const Item& item, float* partials);
+
+  // Memory that grows and begins at a cache line.
+  class Floats {
+   public:
+    float* at_least(int64_t floats);
+
+   private:
+    std::vector<float> memory_;
+  };
 
   std::string isa_;
   unsigned char* pool_;
@@ -107,12 +124,11 @@ class Attention {
   std::vector<std::unique_ptr<Entry>> layers_;
   std::mutex mutex_;  // of what follows
   // Kept between calls so that they do not allocate once they have grown.
-  std::vector<Span> whole_;  // one per item, before it is split
   std::vector<Span> spans_;
   std::vector<int> item_of_;  // by span
   std::vector<Item> items_;
-  std::vector<float> partials_;
-  std::vector<float> scratch_;
+  Floats partials_;
+  Floats scratch_;
 };
 
 }  // namespace clover::attention

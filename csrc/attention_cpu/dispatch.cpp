@@ -19,6 +19,11 @@ namespace avx512 {
 extern const Kernels kernels;
 }
 #endif
+#ifdef CLOVER_HAVE_AVX512BF16
+namespace avx512bf16 {
+extern const Kernels kernels;
+}
+#endif
 
 std::vector<const Kernels*> available_kernels() {
   std::vector<const Kernels*> found = {&portable::kernels};
@@ -27,6 +32,9 @@ std::vector<const Kernels*> available_kernels() {
 #endif
 #ifdef CLOVER_HAVE_AVX512
   if (cpu_has_avx512()) found.push_back(&avx512::kernels);
+#endif
+#ifdef CLOVER_HAVE_AVX512BF16
+  if (cpu_has_avx512bf16()) found.push_back(&avx512bf16::kernels);
 #endif
   return found;
 }

@@ -1,7 +1,8 @@
 // What the kernels compute, in plain pointers and sizes: no Python, no PyTorch, no threads.
 //
-// A span is a run of context positions of one query token and one KV head. Its partial result is
-// merged with those of the other spans of the same query token by `finish`.
+// A span is a run of context positions, seen by some query tokens of one request through one KV
+// head. Its partial result is merged with those of the other spans of these tokens by `finish`. A
+// row is one query token and one query head: rows of a span go by token, then by head.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +12,19 @@
 
 namespace clover::attention {
 
-enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+// What a pool stores; queries, keys, values and results of calls are of the first three.
+enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3 };
 
-CLOVER_HEADER_INLINE int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+CLOVER_HEADER_INLINE int64_t dtype_bytes(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : dtype == DType::kInt8 ? 1 : 2;
+}
 
-// One layer of the pool, and how it is attended over. Sizes count elements unless they say bytes.
+// One layer of the pool, and how it is attended over. A block is keys [kv_heads, block_size,
+// k_dim], values [kv_heads, block_size, v_dim] and, of int8, float32 scales of the keys [kv_heads,
+// block_size] and of the values: a stored number times its scale is the real one.
 struct Layer {
   unsigned char* base;  // first block
-  DType dtype;
+  DType dtype;          // of what is stored
   int kv_heads;
   int group;  // query heads per KV head
   int k_dim;
@@ -31,46 +37,71 @@ struct Layer {
   const float* sinks;         // one per query head, or null
   const float* alibi_slopes;  // one per query head, or null
 
-  CLOVER_HEADER_INLINE int64_t block_elements() const {
-    return int64_t{kv_heads} * block_size * (k_dim + v_dim);
-  }
+  // Bytes, from the start of a block, of what belongs to a KV head.
   CLOVER_HEADER_INLINE int64_t keys_at(int head) const {
-    return int64_t{head} * block_size * k_dim;
+    return int64_t{head} * block_size * k_dim * dtype_bytes(dtype);
   }
   CLOVER_HEADER_INLINE int64_t values_at(int head) const {
-    return int64_t{kv_heads} * block_size * k_dim + int64_t{head} * block_size * v_dim;
+    return keys_at(kv_heads) + int64_t{head} * block_size * v_dim * dtype_bytes(dtype);
+  }
+  CLOVER_HEADER_INLINE int64_t key_scales_at(int head) const {
+    return values_at(kv_heads) + int64_t{head} * block_size * 4;
+  }
+  CLOVER_HEADER_INLINE int64_t value_scales_at(int head) const {
+    return key_scales_at(kv_heads) + int64_t{head} * block_size * 4;
+  }
+  CLOVER_HEADER_INLINE int64_t block_bytes() const {
+    return dtype == DType::kInt8 ? value_scales_at(kv_heads) : values_at(kv_heads);
   }
 };
 
+// Floats, rounded up to whole cache lines.
+CLOVER_HEADER_INLINE int64_t in_lines(int64_t floats) { return (floats + 15) / 16 * 16; }
+
 struct Span {
-  const void* q;         // [group, k_dim] of the layer's type
-  const int32_t* table;  // blocks of the row
+  const unsigned char* q;  // of the first query token, [group, k_dim]
+  int64_t q_stride;        // bytes from one query token to the next
+  DType q_dtype;
+  int queries;           // query tokens at positions that follow one another
+  const int32_t* table;  // blocks of the request
   int head;              // KV head
-  int64_t query_at;      // position of the query token
+  int64_t query_at;      // position of the first query token
   int64_t begin;         // context positions [begin, end), never empty
   int64_t end;
 };
 
-// Floats of a partial result: per query head of the group v_dim unscaled sums, then per query head
-// the largest score, then per query head the sum of exponentials relative to it.
-CLOVER_HEADER_INLINE int64_t partial_floats(const Layer& layer) {
-  return int64_t{layer.group} * (layer.v_dim + 2);
+struct Result {
+  unsigned char* o;  // of the first query token, [group, v_dim] of the queries' type
+  int64_t o_stride;  // bytes from one query token to the next
+  float* lse;        // of the first query token, [group]
+  int64_t lse_stride;
+};
+
+// Floats of a partial result: per row v_dim unscaled sums, then per row the largest score, then per
+// row the sum of exponentials relative to it.
+CLOVER_HEADER_INLINE int64_t partial_floats(const Layer& layer, int queries) {
+  return in_lines(int64_t{queries} * layer.group * (layer.v_dim + 2));
 }
 
 struct Kernels {
   const char* name;
   int width;  // k_dim and v_dim must be multiples of it
-  void (*span)(const Layer& layer, const Span& span, float* scratch, float* partial);
-  // Merges `count` partial results, which follow one another, in order; writes o [group, v_dim] in
-  // the layer's type and lse [group].
-  void (*finish)(const Layer& layer, int head, float* partials, int count, void* o, float* lse);
+  // `next` is what this thread most likely computes after this span, or null: it is fetched early.
+  void (*span)(const Layer& layer, const Span& span, const Span* next, float* scratch,
+               float* partial);
+  // Merges `count` partial results, which follow one another, in order.
+  void (*finish)(const Layer& layer, const Span& span, float* partials, int count,
+                 const Result& result);
+  // Stores one token's `k` or `v` of `dtype`, [kv_heads, dim], in its place of a block.
+  void (*put)(const Layer& layer, DType dtype, const void* from, bool keys, unsigned char* block,
+              int offset);
 };
 
 constexpr int kTile = 64;  // context positions that are scored at a time
 
 // Floats of working memory that a call of `span` needs.
-CLOVER_HEADER_INLINE int64_t scratch_floats(const Layer& layer) {
-  return int64_t{layer.group} * (layer.k_dim + kTile + 1);
+CLOVER_HEADER_INLINE int64_t scratch_floats(const Layer& layer, int queries) {
+  return in_lines(int64_t{queries} * layer.group * (layer.k_dim + 2 * kTile + 1));
 }
 
 }  // namespace clover::attention

@@ -26,14 +26,12 @@ T* at(int64_t address, int64_t alignment, const char* name) {
 }
 
 attention::DType dtype_of(int code) {
-  if (code < 0 || code > 2) throw std::invalid_argument("unknown type code");
+  if (code < 0 || code > 3) throw std::invalid_argument("unknown type code");
   return static_cast<attention::DType>(code);
 }
 
-const attention::Layer& checked_layer(const Attention& self, int layer, int dtype) {
+const attention::Layer& checked_layer(const Attention& self, int layer) {
   if (layer < 0 || layer >= self.layers()) throw std::invalid_argument("no such layer");
-  if (self.layer(layer).dtype != dtype_of(dtype))
-    throw std::invalid_argument("tensors are not of the layer's stored type");
   return self.layer(layer);
 }
 
@@ -44,15 +42,15 @@ void check_stride(int64_t stride, int64_t least, int64_t tokens, const char* nam
 
 void append(Attention& self, int layer, int dtype, int64_t k, int64_t k_stride, int64_t v,
             int64_t v_stride, int64_t slots, int64_t tokens) {
-  const attention::Layer& of = checked_layer(self, layer, dtype);
+  const attention::Layer& of = checked_layer(self, layer);
   if (tokens < 0) throw std::invalid_argument("tokens must not be negative");
   if (tokens == 0) return;
-  const int64_t size = attention::dtype_bytes(of.dtype);
+  const int64_t size = attention::dtype_bytes(dtype_of(dtype));
   check_stride(k_stride, int64_t{of.kv_heads} * of.k_dim, tokens, "k");
   check_stride(v_stride, int64_t{of.kv_heads} * of.v_dim, tokens, "v");
-  const attention::AppendCall call = {at<void>(k, size, "k"),         k_stride,
-                                      at<void>(v, size, "v"),         v_stride,
-                                      at<int64_t>(slots, 8, "slots"), tokens};
+  const attention::AppendCall call = {
+      at<void>(k, size, "k"),         k_stride, at<void>(v, size, "v"), v_stride,
+      at<int64_t>(slots, 8, "slots"), tokens,   dtype_of(dtype)};
   py::gil_scoped_release release;
   self.append(layer, call);
 }
@@ -60,13 +58,13 @@ void append(Attention& self, int layer, int dtype, int64_t k, int64_t k_stride, 
 void attend(Attention& self, int layer, int dtype, int64_t q, int64_t q_stride, int64_t starts,
             int64_t tables, int64_t table_stride, int64_t lengths, int64_t rows, int64_t tokens,
             int64_t o, int64_t lse) {
-  const attention::Layer& of = checked_layer(self, layer, dtype);
+  const attention::Layer& of = checked_layer(self, layer);
   if (rows < 0 || tokens < 0) throw std::invalid_argument("sizes must not be negative");
   if (rows == 0 || tokens == 0) {
     if (rows != tokens) throw std::invalid_argument("rows without query tokens, or the reverse");
     return;
   }
-  const int64_t size = attention::dtype_bytes(of.dtype);
+  const int64_t size = attention::dtype_bytes(dtype_of(dtype));
   check_stride(q_stride, int64_t{of.kv_heads} * of.group * of.k_dim, tokens, "q");
   const attention::AttendCall call = {at<void>(q, size, "q"),
                                       q_stride,
@@ -77,7 +75,8 @@ void attend(Attention& self, int layer, int dtype, int64_t q, int64_t q_stride, 
                                       rows,
                                       tokens,
                                       at<void>(o, size, "o"),
-                                      at<float>(lse, 4, "lse")};
+                                      at<float>(lse, 4, "lse"),
+                                      dtype_of(dtype)};
   py::gil_scoped_release release;
   self.attend(layer, call);
 }

@@ -22,8 +22,13 @@ using Qkv = std::array<int64_t, 6>;   // address and stride of q, of k, of v
 using Rows = std::array<int64_t, 7>;  // starts, tables, table stride, lengths, slots, rows, tokens
 
 QkvRows qkv_rows(const Qkv& qkv) {
-  return {at_address<uint16_t>(qkv[0], "q"), qkv[1], at_address<uint16_t>(qkv[2], "k"), qkv[3],
-          at_address<uint16_t>(qkv[4], "v"), qkv[5]};
+  return {at_address<uint16_t>(qkv[0], "q"),
+          qkv[1],
+          at_address<uint16_t>(qkv[2], "k"),
+          qkv[3],
+          at_address<uint16_t>(qkv[4], "v"),
+          qkv[5],
+          1};  // bfloat16
 }
 
 AttentionRows attention_rows(const Rows& rows) {

@@ -41,6 +41,9 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
+struct Int8 {
+  int8_t value;
+};
 
 // GCC had only __builtin_shuffle before version 12.
 #if defined(__clang__) || __GNUC__ >= 12
@@ -86,6 +89,19 @@ CLOVER_INLINE Vec load(const Float16* p) {
   const UInts scaled = (UInts)((Vec)((h & 0x7fff) << 13) * 0x1p112f);
   const UInts special = (UInts)((h & 0x7c00) == 0x7c00) & 0x7f800000;  // infinity, NaN
   return (Vec)(scaled | special | (h & 0x8000) << 16);
+#endif
+}
+
+CLOVER_INLINE Vec load(const Int8* p) {
+#if defined(__AVX512F__)
+  const __m512i wide = _mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128((const __m128i*)p));
+  return (Vec)_mm512_maskz_cvtepi32_ps(0xffff, wide);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  Vec v;
+  for (int i = 0; i < kWidth; ++i) v[i] = p[i].value;
+  return v;
 #endif
 }
 

@@ -24,6 +24,7 @@ struct QkvRows {
   int64_t k_stride;
   void* v;
   int64_t v_stride;
+  int dtype;  // 0 float32, 1 bfloat16, 2 float16; what a pool stores may be another
 };
 
 struct DenseTable {

@@ -121,6 +121,8 @@ def test_one_token_gives_its_value_back(isa: str, dtype: torch.dtype) -> None:
     table = torch.zeros(1, 1, dtype=torch.int32)
     length = torch.ones(1, dtype=torch.int32)
     o, lse = backend.attend(0, torch.zeros(1, 2, 64, dtype=dtype), starts, table, length)
+    if isa == "avx512bf16" and dtype == torch.bfloat16:  # its products take subnormals for zero
+        v = torch.where(v.abs() < info.smallest_normal, 0, v)
     assert torch.equal(o, v)
     assert torch.equal(lse, torch.zeros(1, 2))
 
@@ -164,8 +166,10 @@ def test_bad_calls_of_the_binding_are_refused() -> None:
         native.add_layer(**fields, sinks=[1.0], alibi_slopes=[])
     with pytest.raises(ValueError, match="no such layer"):
         native.append(1, 0, base, 8, base, 8, base, 1)
-    with pytest.raises(ValueError, match="stored type"):
-        native.append(0, 1, base, 8, base, 8, base, 1)
+    with pytest.raises(ValueError, match="type code"):
+        native.append(0, 9, base, 8, base, 8, base, 1)
+    with pytest.raises(ValueError, match="tokens are floats"):
+        native.append(0, 3, base, 8, base, 8, base, 1)
     with pytest.raises(ValueError, match="aligned"):
         native.append(0, 0, base + 2, 8, base, 8, base, 1)
     with pytest.raises(ValueError, match="overlap"):
