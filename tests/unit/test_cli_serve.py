@@ -26,9 +26,10 @@ FLAGS = [
     "--load-format", "--max-body-mib", "--max-model-len", "--max-num-batched-tokens",
     "--max-num-seqs", "--max-queue", "--memory-gib", "--model", "--num-blocks",
     "--num-wavefronts", "--port", "--prefill", "--prefill-block-size", "--prefill-dtype",
-    "--quiet", "--root-path", "--seed", "--served-model-name", "--shutdown-timeout",
-    "--ssl-certfile", "--ssl-keyfile", "--staging-mib", "--start-timeout", "--tcp-streams",
-    "--threads", "--tool-call-parser", "--topology", "--transport", "--uvicorn-log-level",
+    "--queue-timeout", "--quiet", "--root-path", "--seed", "--served-model-name",
+    "--shutdown-timeout", "--ssl-certfile", "--ssl-keyfile", "--staging-mib", "--start-timeout",
+    "--step-timeout", "--tcp-streams", "--threads", "--tool-call-parser",
+    "--topology", "--transport", "--uvicorn-log-level",
 ]  # fmt: skip
 """Frozen: scripts depend on them. Add a flag here when you add it there; never take one away."""
 

@@ -17,6 +17,7 @@ from cloverinfer.core.request import Request, RequestState
 from cloverinfer.core.sampling import SamplingParams
 from cloverinfer.scheduler import SchedNode, Scheduler, TokenEvent
 from cloverinfer.wire.messages import (
+    Alive,
     AttentionPlan,
     CancelTransfer,
     ExpectTransfer,
@@ -25,6 +26,7 @@ from cloverinfer.wire.messages import (
     Join,
     Message,
     NodeGone,
+    Probe,
     StepDone,
     StepFailed,
     StepPlan,
@@ -110,7 +112,7 @@ def make_request(number: int, prompt: list[int], max_tokens: int = 8, **more: ob
                    eos_token_ids=frozenset({EOS}))  # fmt: skip
 
 
-Report = Union[StepDone, StepFailed, TransferDone, Fenced]
+Report = Union[StepDone, StepFailed, TransferDone, Fenced, Alive]
 
 
 class Cluster:
@@ -142,6 +144,11 @@ class Cluster:
         """Fences that receivers have been asked for."""
         self.sent: list[tuple[str, Message]] = []
         self.dead: set[str] = set()
+        self.hung: dict[str, list[Message]] = {}
+        """Nodes that stand still, and what they will read if they go on."""
+        self.ending: list[str] = []
+        """Those that were ended for it and may write until they are gone."""
+        self.num_ended = 0
         self.joined: set[tuple[str, int, int]] = set()
 
     # Driving
@@ -163,24 +170,43 @@ class Cluster:
         self.sent += messages
         return messages
 
+    def able(self) -> list[tuple[str, int]]:
+        """Steps that may be computed: no node that takes part in them stands still."""
+        return [(name, lane) for name, lane in self.computing
+                if not (self._partners(name, lane) & self.hung.keys())]  # fmt: skip
+
+    def _partners(self, name: str, lane: int) -> set[str]:
+        node = self.nodes[name]
+        joins = [node.known[number].join for number in node.busy[lane].rows]
+        pushes = {join.push.node for join in joins if join.push is not None}
+        return {name} | pushes | {join.home for join in joins if join.home}
+
     def step(self) -> bool:
         """One random thing happens, then the scheduler runs; False where nothing can."""
         self.now += 0.01
-        lists = self.computing, self.reports, self.late, self.fencing
+        able = self.able()
+        fencing = [one for one in self.fencing if one[0] not in self.hung]
+        lists = able, self.reports, self.late, fencing, self.ending
         choices = [(act, i) for act, items in enumerate(lists) for i in range(len(items))]
         if choices:
             act, at = self.rng.choice(choices)
             if act == 0:
-                self.compute(*self.computing.pop(at))
+                self.computing.remove(able[at])
+                self.compute(*able[at])
             elif act == 1:
                 self.deliver(self.reports.pop(at))
             elif act == 2:
                 self.land(*self.late.pop(at))
+            elif act == 3:
+                self.fencing.remove(fencing[at])
+                self.fence(*fencing[at])
             else:
-                self.fence(*self.fencing.pop(at))
+                self.be_gone(self.ending.pop(at))
+        elif self.scheduler.next_deadline() is not None:
+            self.expire()
         self.schedule()
         self.ended += self.scheduler.drain_finished()
-        return any(lists)
+        return any(lists) or self.scheduler.next_deadline() is not None
 
     def run(self, limit: int = 20000) -> None:
         """Until nothing is left to do, which must come."""
@@ -199,6 +225,8 @@ class Cluster:
             scheduler.on_transfer_done(report, self.now)
         elif isinstance(report, StepFailed):
             scheduler.on_step_failed(report, self.now)
+        elif isinstance(report, Alive):
+            scheduler.on_alive(report)
         elif isinstance(report, Fenced):
             scheduler.on_fenced(report)
             scheduler.on_fenced(report)  # counts once
@@ -216,9 +244,50 @@ class Cluster:
         self.dead.add(name)
         for plan in self.nodes[name].busy.values() if self.nodes[name].role == "prefill" else ():
             self._delay(self.nodes[name], plan, set(self.nodes) - self.dead)
+        self.hung.pop(name, None)
+        self._forget(name)
+        self.scheduler.on_node_died(name, "killed", self.now)
+        self.scheduler.check_integrity()
+
+    def _forget(self, name: str) -> None:
+        self.dead.add(name)
         self.late = [item for item in self.late if item[1] != name]
         self.fencing = [item for item in self.fencing if item[0] != name]
         self.computing = [item for item in self.computing if item[0] != name]
+
+    def hang(self, name: str) -> None:
+        """It stands still. What it has begun to put may land at any time."""
+        self.hung[name] = []
+        if self.nodes[name].role == "prefill":
+            for plan in self.nodes[name].busy.values():
+                self._delay(self.nodes[name], plan, set(self.nodes) - self.dead)
+
+    def wake(self, name: str) -> None:
+        """It goes on; so do its puts, in order."""
+        self.late = [item for item in self.late if item[0] != name]
+        for message in self.hung.pop(name):
+            self._receive(self.nodes[name], message)
+
+    def expire(self) -> None:
+        """The next deadline passes. Nodes that are found to be hung are ended."""
+        self.schedule()
+        for answer in [one for one in self.reports if isinstance(one, Alive)]:
+            self.reports.remove(answer)  # nodes that run have had the time
+            self.deliver(answer)
+        self.now = max(self.now, self.scheduler.next_deadline() or 0.0)
+        for one in self.scheduler.expire(self.now):
+            assert one.name in self.hung or "it answers" in one.reason
+            assert one.name not in self.dead
+            self.hung.pop(one.name, None)
+            self.num_ended += 1
+            self.ending.append(one.name)
+            self._forget(one.name)
+            self.scheduler.on_node_died(one.name, one.reason, self.now, gone=False)
+            self.scheduler.check_integrity()
+        self.scheduler.check_integrity()
+
+    def be_gone(self, name: str) -> None:
+        """Nothing of a node that was ended runs any more."""
         self.scheduler.on_node_died(name, "killed", self.now)
         self.scheduler.check_integrity()
 
@@ -273,8 +342,12 @@ class Cluster:
     # What nodes do
 
     def _receive(self, node: FakeNode, message: Message) -> None:
-        if isinstance(message, StepPlan):
+        if node.name in self.hung:
+            self.hung[node.name].append(message)
+        elif isinstance(message, StepPlan):
             self._read_plan(node, message)
+        elif isinstance(message, Probe):
+            self.reports.append(Alive(node.name, message.number))
         elif isinstance(message, AttentionPlan):
             self._read_attention_plan(node, message)
         elif isinstance(message, ExpectTransfer):
@@ -286,6 +359,7 @@ class Cluster:
             assert message.name != node.name
         elif isinstance(message, Fence):
             assert self.nodes[message.writer].role == "prefill"
+            assert message.writer not in self.ending, "it may still write after the fence"
             self.fencing.append((node.name, message))
         else:
             assert isinstance(message, CancelTransfer)
@@ -353,6 +427,10 @@ class Cluster:
         """Does a step at once, as late as it can be done."""
         node = self.nodes[name]
         plan = node.busy.pop(lane)
+        gone = {node.known[number].join.home for number in plan.rows} & self.dead
+        if gone:  # none of its rows advances
+            self.reports.append(StepFailed(name, lane, plan.step, "gone", sorted(gone)))
+            return
         tokens: list[int] = []
         for row, number in enumerate(plan.rows):
             self._compute_row(node, plan, row, number, tokens)
@@ -372,8 +450,6 @@ class Cluster:
         home, blocks = node, known.blocks
         if node.role == "dense":
             home = self.nodes[known.join.home]
-            if home.name in self.dead:
-                return
             blocks = home.tables[number]
         self._write(home, number, blocks, start, count)
         self._attend(home, number, blocks, start + count)
@@ -432,7 +508,7 @@ class Cluster:
 
     def _check_attention_rows(self, node: FakeNode, plan: StepPlan) -> None:
         rows = list(zip(plan.rows, plan.starts, strict=True))
-        for home in {node.known[number].join.home for number in plan.rows} - self.dead:
+        for home in {node.known[number].join.home for number in plan.rows}:
             seen = self.nodes[home].attention.pop((node.name, plan.lane, plan.step))
             mine = [(n, s + 1) for n, s in rows if node.known[n].join.home == home]
             assert list(zip(seen.rows, seen.lengths, strict=True)) == mine

@@ -73,6 +73,8 @@ def play(cluster: Cluster, rng: random.Random, count: int, faults: bool = False)
             end_one(cluster, rng)
         if faults and rng.random() < 0.05:
             break_something(cluster, rng)
+        if cluster.hung and rng.random() < 0.06:
+            cluster.wake(rng.choice(sorted(cluster.hung)))
 
 
 def end_one(cluster: Cluster, rng: random.Random) -> None:
@@ -87,21 +89,20 @@ def end_one(cluster: Cluster, rng: random.Random) -> None:
 
 def break_something(cluster: Cluster, rng: random.Random) -> None:
     what = rng.random()
-    alive = sorted(set(cluster.nodes) - cluster.dead)
+    alive = sorted(set(cluster.nodes) - cluster.dead - cluster.hung.keys())
     if what < 0.1 and len(alive) > 1:
         cluster.kill(rng.choice(alive))
-    elif what < 0.6 and cluster.computing:
-        name, lane = rng.choice(cluster.computing)
+    elif what < 0.6 and cluster.able():
+        name, lane = rng.choice(cluster.able())
         homes = [node.name for node in cluster.nodes.values() if node.role in HOME_ROLES]
         cut = [home for home in homes if rng.random() < 0.5]
         prefills = cluster.nodes[name].role == "prefill"
         cluster.fail_step(name, lane, cut=tuple(cut) if prefills else ())
-    elif what < 0.8:
-        deadline = cluster.scheduler.next_deadline()
-        if deadline is not None:
-            cluster.now = max(cluster.now, deadline)
-            cluster.scheduler.expire(cluster.now)
-            cluster.scheduler.check_integrity()
+    elif what < 0.7:
+        if cluster.scheduler.next_deadline() is not None:
+            cluster.expire()
+    elif alive:
+        cluster.hang(rng.choice(alive))
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

@@ -102,6 +102,10 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     option(group, "--max-num-batched-tokens", "scheduler.max_num_batched_tokens", text, int)
     text = f"requests that may wait (default: {limits.max_queue})"
     option(group, "--max-queue", "scheduler.max_queue", text, int)
+    text = "seconds that a request may wait for a place (default: as long as it takes)"
+    option(group, "--queue-timeout", "scheduler.queue_timeout", text, float)
+    text = f"seconds that a step may take, and a node to answer (default: {limits.step_timeout:g})"
+    option(group, "--step-timeout", "scheduler.step_timeout", text, float)
     text = f"micro-batches in flight, 1 to 4 (default: {limits.num_wavefronts})"
     option(group, "--num-wavefronts", "scheduler.num_wavefronts", text, int)
     text = "split long prompts"

@@ -131,9 +131,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     num_wavefronts: int = 1
     """Wavefronts in flight per dense node, 1 to 4."""
     step_timeout: float = 300.0
-    """Seconds a step may take before its requests fail."""
+    """Seconds a step may take before its requests fail. A node that then does not answer for as
+    long again is ended, and so is one whose step has not ended after three times as long."""
     transfer_timeout: float = 60.0
     """Seconds a KV transfer may take after the first token before its request fails."""
+    queue_timeout: float | None = None
+    """Seconds a request may wait for a place, each time that it has none, before it fails; None: as
+    long as it takes. One that no node could ever serve fails at once in any case."""
 
     def __post_init__(self) -> None:
         _int_at_least(
@@ -149,6 +153,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "scheduler", "num_wavefronts", self.num_wavefronts, self.num_wavefronts <= 4, "1 to 4"
         )
         _positive("scheduler", self, "step_timeout", "transfer_timeout")
+        if self.queue_timeout is not None:
+            _positive("scheduler", self, "queue_timeout")
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -24,12 +24,14 @@ from ..kvcache.layout import CANONICAL_LAYOUT, PoolLayout, blocks_for, blocks_in
 from ..models import ResolvedModel, kv_specs
 from ..transport import Endpoint, Events, Peer, RegionRef, Ticket
 from ..wire.messages import (
+    Alive,
     CompileGrammar,
     Meet,
     Message,
     Met,
     NodeInfo,
     PeerInfo,
+    Probe,
     Shutdown,
     StepFailed,
     StepPlan,
@@ -257,6 +259,8 @@ class Node(ABC):
             self.stop()
         elif isinstance(message, CompileGrammar):
             self.grammars.compile(message)
+        elif isinstance(message, Probe):
+            self.report(Alive(self.config.name, message.number))
         else:
             self.on_message(peer, message)
 

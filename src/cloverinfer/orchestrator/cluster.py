@@ -160,6 +160,10 @@ class Cluster:
         if self._endpoint is not None and self._own is not None:
             self._endpoint.send(self._own, b"")
 
+    def end(self, name: str, reason: str) -> None:
+        """Ends a node that does not answer; see ``Executor.end``."""
+        self._executor.end(name, reason)
+
     def close(self) -> None:
         """Asks nodes to end, ends them, and closes the wires."""
         with self._deaths_lock:

@@ -30,6 +30,7 @@ from ..models.grammar import grammars_of
 from ..nodes.config import ATTENTION
 from ..scheduler import Scheduler, StepRecord, TokenEvent
 from ..wire.messages import (
+    Alive,
     AttentionDone,
     Fenced,
     GrammarCompiled,
@@ -52,6 +53,8 @@ SETTLE_SECONDS = 2.0
 """How long ``close`` waits for steps in flight."""
 IDLE_SECONDS = 0.5
 """How long the loop may sleep; deadlines and wake-ups make it shorter."""
+CATCH_UP_SECONDS = 0.1
+"""How long the loop waits for answers that came while it stood still itself."""
 
 
 class Engine:
@@ -78,6 +81,7 @@ class Engine:
         self._stats = StatsLog()
         self.counters = Counters()
         self._planned: dict[tuple[str, int, int], StepRecord] = {}
+        self._dead: set[str] = set()
         self._live: dict[int, Live] = {}
         self._touched: dict[int, Live] = {}
         self._groups: dict[str, set[int]] = {}
@@ -278,10 +282,9 @@ class Engine:
                     self._scheduler.on_step_failed(message, self.clock())
 
     def _turn(self) -> None:
+        self._drain_commands(self.clock())
+        self._expire()
         now = self.clock()
-        self._drain_commands(now)
-        self._scheduler.expire(now)
-        self._release(self._desk.expired(now), now)
         for name, message in self._scheduler.schedule(now):
             self._send(name, message, now)
         self._note_plans()
@@ -292,6 +295,20 @@ class Engine:
             timeout = 0.0
         for message in self.cluster.poll(max(0.0, timeout)):
             self._on_message(message, self.clock())
+
+    def _expire(self) -> None:
+        """What has arrived is read before anything is found to be late: a process that was stopped
+        for a while finds its deadlines past, and the answers waiting."""
+        due = self._scheduler.next_deadline()
+        if due is not None and due <= self.clock():
+            for message in self.cluster.poll(CATCH_UP_SECONDS):
+                self._on_message(message, self.clock())
+        now = self.clock()
+        for hung in self._scheduler.expire(now):
+            self._give_up(hung.name, hung.reason, now)
+        for name in self._desk.late(now):
+            self._scheduler.suspect(name, now)
+        self._release(self._desk.expired(now), now)
 
     def _note_plans(self) -> None:
         """Keeps what each step was like until its result comes."""
@@ -308,14 +325,22 @@ class Engine:
         try:
             self.cluster.send(name, encode(message))
         except TransportError as problem:
-            self._bury(name, str(problem), now)
+            self._give_up(name, str(problem), now)
 
-    def _bury(self, name: str, reason: str, now: float) -> None:
+    def _give_up(self, name: str, reason: str, now: float) -> None:
+        """Ends a node that does not answer or cannot be told. It may write until it is gone, of
+        which its executor tells."""
+        self._bury(name, reason, now, gone=False)
+        self.cluster.end(name, reason)
+
+    def _bury(self, name: str, reason: str, now: float, gone: bool = True) -> None:
         if self._over:
             return
-        log.error("node %s is gone: %s", name, reason)
-        self._reports.dead(name, reason)
-        self._scheduler.on_node_died(name, reason, now)
+        if name not in self._dead:
+            log.error("node %s is dead: %s", name, reason)
+            self._dead.add(name)
+            self._reports.dead(name, reason)
+        self._scheduler.on_node_died(name, reason, now, gone)
         self._release(self._desk.lost(name), now)
         if self._scheduler.dead_roles:
             self.failure = f"{name}: {reason}"
@@ -383,6 +408,8 @@ class Engine:
             self._on_attention(message, now)
         elif isinstance(message, Fenced):
             scheduler.on_fenced(message)
+        elif isinstance(message, Alive):
+            scheduler.on_alive(message)
         elif isinstance(message, StepFailed):
             self._planned.pop((message.node, message.lane, message.step), None)
             scheduler.on_step_failed(message, now)

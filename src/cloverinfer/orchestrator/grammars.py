@@ -84,6 +84,11 @@ class GrammarDesk:
             pending.nodes.discard(name)
         return [live for key in list(self._pending) for live in self._compiled(key)], None
 
+    def late(self, now: float) -> set[str]:
+        """Nodes that did not answer in time."""
+        late = [pending for pending in self._pending.values() if pending.deadline <= now]
+        return {node for pending in late for node in pending.nodes}
+
     def expired(self, now: float) -> Released:
         """Those whose nodes did not answer in time."""
         late = [key for key, pending in self._pending.items() if pending.deadline <= now]

@@ -1,6 +1,6 @@
 """Admission, batching and preemption: pure functions of state and time."""
 
-from .records import SchedNode, StepRecord, TokenEvent
+from .records import HungNode, SchedNode, StepRecord, TokenEvent
 from .scheduler import Scheduler
 
-__all__ = ["SchedNode", "Scheduler", "StepRecord", "TokenEvent"]
+__all__ = ["HungNode", "SchedNode", "Scheduler", "StepRecord", "TokenEvent"]

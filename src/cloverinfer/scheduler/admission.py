@@ -14,7 +14,7 @@ from ..kvcache.layout import blocks_for
 from ..kvcache.manager import KVCacheManager, Match
 from ..wire.messages import ExpectTransfer
 from .records import DENSE_ROLES
-from .state import Lane, Node, Seat, State, Transfer
+from .state import Lane, Node, Seat, State, Transfer, lost_room
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Admission:
         self._arrivals += 1
         request.times.setdefault(RequestState.WAITING, now)
         state.seats[request.number] = seat
-        state.waiting.push(seat.order, seat)
+        state.wait(seat, now)
 
     def admit(self) -> None:
         """Seats the waiting in order, until one does not fit."""
@@ -91,6 +91,14 @@ class Admission:
                 )
         return None
 
+    def blocked(self, limit: int) -> str | None:
+        """Why a request that may reach ``limit`` tokens fits no home as long as lost blocks do not
+        come back; None where it does."""
+        homes = [node for node in self._state.homes if node.alive]
+        if any(_most_blocks(h.cache(), limit) <= h.cache().num_blocks - h.num_lost for h in homes):
+            return None
+        return lost_room(max(homes, key=lambda home: home.num_lost)) if homes else None
+
     def _check(self, request: Request) -> int:
         """Most tokens the request may reach; ``RequestError`` where it cannot be served."""
         prompt = request.num_prompt
@@ -108,6 +116,9 @@ class Admission:
         problem = self.fits_somewhere(limit)
         if problem is not None:
             raise RequestError(problem, "max_tokens")
+        problem = self.blocked(limit)
+        if problem is not None:
+            raise NodeDiedError(problem)
         return limit
 
     def _find_spot(self, seat: Seat) -> _Spot | None:
@@ -145,7 +156,7 @@ class Admission:
         best: tuple[int, Node] | None = None
         for node in self._state.homes:
             pool = node.cache()
-            if not node.usable or not self._has_room(node) or not _can_hold(pool, seat.limit):
+            if not node.trusted or not self._has_room(node) or not _can_hold(pool, seat.limit):
                 continue
             match = self._match(node, seat, tokens)
             # One block to spare, so that the newcomer does not preempt those who are there.
@@ -165,7 +176,7 @@ class Admission:
         """The prefill node with least to compute, the request's own missing part included."""
         best: tuple[int, Node] | None = None
         for node in self._state.prefills:
-            if not node.usable or not _can_hold(node.cache(), seat.limit):
+            if not node.trusted or not _can_hold(node.cache(), seat.limit):
                 continue
             match = self._match(node, seat, tokens)
             if not node.cache().can_allocate(len(tokens), match):

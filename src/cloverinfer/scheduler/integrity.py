@@ -27,9 +27,10 @@ def _check_node(node: Node) -> None:
         node.pool.check_integrity()
         lanes = [lane for lane in node.lanes if node.role == "prefill"]
         holders = set(node.homed).union(*(lane.members for lane in lanes))
-        held = holders | node.withheld
+        held = holders | set(node.withheld)
         assert node.pool.numbers() == held, f"{node.name}: tables of requests that are not here"
-    assert node.alive or not node.withheld, f"{node.name} is gone and will fence nobody"
+    assert node.alive or not node.withheld, f"{node.name} is dead and will fence nobody"
+    assert not (node.alive and node.gone)
     for slot, seat in node.transfers.items():
         assert seat.home is node
         assert seat.transfer is not None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..core.request import RequestState
 from .queue import Order
-from .state import Lane, Node, Row, Seat, State
+from .state import Lane, Node, Row, Seat, State, lost_room
 
 
 class LanePlanner:
@@ -48,6 +48,8 @@ class LanePlanner:
             victim = max(candidates, key=_order)
             if len(candidates) == 1:
                 assert victim is seat
+                if home.num_lost and len(home.homed) == 1:
+                    self._state.fail([seat], lost_room(home), now)
                 return
             self.preempt(victim, now)
             if victim is seat:
@@ -56,13 +58,13 @@ class LanePlanner:
     def preempt(self, seat: Seat, now: float) -> None:
         """Takes all from a request; it is prefilled anew with what it has said so far."""
         request = seat.request
-        self._state.release(seat)
+        self._state.release(seat, now)
         if request.state not in (RequestState.WAITING, RequestState.PREEMPTED):
             request.advance(RequestState.PREEMPTED, now)
         request.incarnation += 1
         request.num_computed = request.num_cached = 0
         seat.keys = None
-        self._state.waiting.push(seat.order, seat)
+        self._state.wait(seat, now)
         self.preemptions += 1
 
     def choose_rows(self, lane: Lane) -> list[Row]:

@@ -35,6 +35,14 @@ class SchedNode:
 
 
 @dataclass(frozen=True)
+class HungNode:
+    """A node that stands still, to be ended."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class TokenEvent:
     """A request's next token, in order."""
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..core.logprobs import TokenLogprobs
 from ..core.request import Request, RequestState
 from ..kvcache.manager import KVCacheManager
-from ..wire.messages import Fenced, StepDone, StepFailed, TransferDone
+from ..wire.messages import Alive, Fenced, StepDone, StepFailed, TransferDone
 from .lanes import LanePlanner
 from .records import TokenEvent
 from .state import Flight, Lane, Row, Seat, State
@@ -44,7 +44,7 @@ class Results:
         for i, row in enumerate(self._land(lane).rows):
             said = next(sampled) if row.samples else None
             if row.seat.request.finished:
-                self._state.vacate(row.seat)
+                self._state.vacate(row.seat, now)
             else:
                 if i in done.prompt_logprobs:
                     row.seat.request.score(row.start, done.prompt_logprobs[i])
@@ -65,7 +65,7 @@ class Results:
         lost = [_homeless(row.seat, failed.gone) for row in rows]
         for row, is_lost in zip(rows, lost, strict=True):
             if row.seat.request.finished:
-                self._state.vacate(row.seat)
+                self._state.vacate(row.seat, now)
             elif is_lost or not any(lost):
                 self._state.fail([row.seat], f"step failed on {failed.node}: {failed.error}", now)
             elif lane.node.role == "prefill":
@@ -89,6 +89,11 @@ class Results:
         del node.transfers[done.transfer]
         if request.state is RequestState.TRANSFERRING:
             self._make_ready(seat)
+
+    def alive(self, alive: Alive) -> None:
+        node = self._state.nodes.get(alive.node)
+        if node is not None and alive.number == node.probes:
+            node.probed_until = None
 
     def fenced(self, fenced: Fenced) -> None:
         node = self._state.nodes.get(fenced.node)

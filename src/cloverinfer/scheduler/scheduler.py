@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 from ..config import CacheConfig, SchedulerConfig
 from ..core.request import Request, RequestState
-from ..wire.messages import Fenced, Message, StepDone, StepFailed, TransferDone
+from ..wire.messages import Alive, Fenced, Message, StepDone, StepFailed, TransferDone
 from .admission import Admission
 from .faults import Faults
 from .integrity import check_state
 from .lanes import LanePlanner
 from .plans import PlanWriter
-from .records import SchedNode, StepRecord, TokenEvent, topology_of
+from .records import HungNode, SchedNode, StepRecord, TokenEvent, topology_of
 from .results import Results
 from .state import State
 
@@ -44,7 +44,7 @@ class Scheduler:
         self._planner = LanePlanner(self._state)
         self._writer = PlanWriter(self._state)
         self._results = Results(self._state, self._planner)
-        self._faults = Faults(self._state, self._admission)
+        self._faults = Faults(self._state, self._admission, self._planner)
         self.step_log: deque[StepRecord] = deque(maxlen=STEP_LOG_LENGTH)
 
     def add(self, request: Request, now: float) -> None:
@@ -70,7 +70,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> list[tuple[str, Message]]:
         """What to send, by node name and in this order: plans for every idle lane with work,
-        promises and cancellations of transfers, and writers to fence."""
+        promises and cancellations of transfers, writers to fence, and probes."""
         state = self._state
         self._faults.fail_stranded(now)
         self._admission.place_ready(now)
@@ -100,13 +100,25 @@ class Scheduler:
         """Blocks that waited for it may be used again."""
         self._results.fenced(fenced)
 
-    def on_node_died(self, name: str, reason: str, now: float) -> None:
-        """Requests that depend on the node fail with the reason; the others go on without it."""
-        self._faults.node_died(name, reason, now)
+    def on_alive(self, alive: Alive) -> None:
+        """A node that was suspected of standing still does not."""
+        self._results.alive(alive)
 
-    def expire(self, now: float) -> None:
-        """Fails requests whose step or transfer missed its deadline."""
-        self._faults.expire(now)
+    def on_node_died(self, name: str, reason: str, now: float, gone: bool = True) -> None:
+        """Requests that depend on the node fail with the reason; the others go on without it.
+        Blocks that it may write to are fenced, and so reused, only once it is ``gone``, as nothing
+        of it runs any more: where that comes later, it is told by a second call."""
+        self._faults.node_died(name, reason, now, gone)
+
+    def suspect(self, name: str, now: float) -> None:
+        """Something waits too long for the node: it is asked whether it stands still."""
+        self._faults.suspect(name, now)
+
+    def expire(self, now: float) -> list[HungNode]:
+        """Fails requests whose step, transfer or place in the queue missed its deadline. Returns
+        the nodes that stand still, again and again until ``on_node_died``: the caller ends them.
+        """
+        return self._faults.expire(now)
 
     def next_deadline(self) -> float | None:
         """When ``expire`` is due; None while nothing is under way."""

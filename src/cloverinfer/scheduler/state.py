@@ -4,7 +4,9 @@ A *seat* is a request's place in the system: the blocks, the lane and the transf
 are given back by ``release`` alone, and never while a step in flight names them: a request may
 reach its end at any time, its seat stays until the step that it is a row of has answered. Blocks
 that a prefill node may have left bytes on their way to outlast the seat: they are *withheld* until
-their home has answered that it fenced the writer, or is gone.
+their home has answered that it fenced the writer, or is gone. It is asked to once nothing of a dead
+writer runs any more. Withheld blocks whose fence does not come in time are *lost*: nobody counts on
+them.
 """
 
 from __future__ import annotations
@@ -104,7 +106,8 @@ class Lane:
     step: int = 0
     """Number of the next step."""
     overdue: bool = False
-    """Its step passed the deadline; it gets no work until it answers."""
+    """Its step passed the deadline; it gets no work until it answers, and its node is ended where
+    it does not by a second one."""
     starved: bool = False
     """Its last plan had no room for the oldest prefill."""
     idle_since: float | None = None
@@ -116,6 +119,18 @@ class Lane:
 
 
 @dataclass(eq=False)
+class Withheld:
+    """Blocks that wait for a writer to be fenced."""
+
+    writer: Node
+    deadline: float
+    asked: bool = False
+    """Their home has been asked to."""
+    lost: bool = False
+    """The deadline has passed."""
+
+
+@dataclass(eq=False)
 class Node:
     """A node, its pool and what it has been told."""
 
@@ -124,6 +139,12 @@ class Node:
     pool: KVCacheManager | None
     lanes: list[Lane] = field(default_factory=list)
     alive: bool = True
+    gone: bool = False
+    """It died, and nothing of it runs any more: it begins no further put."""
+    probes: int = 0
+    """How often it was asked whether it stands still."""
+    probed_until: float | None = None
+    """When it must have answered that."""
     homed: dict[int, Seat] = field(default_factory=dict)
     """Seats whose home it is."""
     transfers: dict[int, Seat] = field(default_factory=dict)
@@ -133,13 +154,24 @@ class Node:
     leaves: list[int] = field(default_factory=list)
     """Requests that its next plan must take away."""
     next_slot: int = 0
-    withheld: set[int] = field(default_factory=set)
+    withheld: dict[int, Withheld] = field(default_factory=dict)
     """What of its pool waits for a writer to be fenced, by the pool's numbers."""
 
     @property
     def usable(self) -> bool:
         """Alive and, where it runs steps, with a lane that answers."""
         return self.alive and (not self.lanes or any(lane.usable for lane in self.lanes))
+
+    @property
+    def trusted(self) -> bool:
+        """Usable, and not thought to stand still: newcomers may go there."""
+        return self.usable and self.probed_until is None
+
+    @property
+    def num_lost(self) -> int:
+        """Blocks of its pool that may never come back."""
+        lost = [number for number, one in self.withheld.items() if one.lost]
+        return len({block for number in lost for block in self.cache().table(number)})
 
     @property
     def num_members(self) -> int:
@@ -232,7 +264,7 @@ class State:
         self.finished.append(request)
         self.waiting.discard(seat.order)
         if not seat.in_flight:
-            self.vacate(seat)
+            self.vacate(seat, now)
 
     def fail(self, seats: Iterable[Seat], error: str, now: float) -> None:
         """Fails those that have not ended yet."""
@@ -240,12 +272,17 @@ class State:
             if not seat.request.finished:
                 self.end(seat, RequestState.FAILED, "error", now, error)
 
-    def vacate(self, seat: Seat) -> None:
+    def wait(self, seat: Seat, now: float) -> None:
+        """Queues a seat that holds nothing."""
+        timeout = self.config.queue_timeout
+        self.waiting.push(seat.order, seat, None if timeout is None else now + timeout)
+
+    def vacate(self, seat: Seat, now: float) -> None:
         """Gives up the seat of a request that has ended."""
-        self.release(seat)
+        self.release(seat, now)
         del self.seats[seat.request.number]
 
-    def release(self, seat: Seat) -> None:
+    def release(self, seat: Seat, now: float) -> None:
         """Gives back everything a seat holds and tells the nodes to forget the request."""
         assert not seat.in_flight, f"request {seat.request.number} is in a step in flight"
         writer = _unfenced_writer(seat)
@@ -257,21 +294,29 @@ class State:
             if writer is None or not home.alive:
                 home.cache().free(number)
             else:
-                self._withhold(number, home, writer)
+                self._withhold(number, home, writer, now)
             home.forget(number)
             del home.homed[number]
             seat.home, seat.room = None, 0
         seat.unfenced = False
 
-    def _withhold(self, number: int, home: Node, writer: Node) -> None:
+    def _withhold(self, number: int, home: Node, writer: Node, now: float) -> None:
         """The blocks stay taken until the home has fenced the writer."""
         withheld = home.cache().withhold(number)
-        home.withheld.add(withheld)
-        self.send(home, Fence(writer.name, withheld))
+        home.withheld[withheld] = Withheld(writer, now + self.config.step_timeout)
+        self.ask_fence(home, withheld, now)
+
+    def ask_fence(self, home: Node, withheld: int, now: float) -> None:
+        """Once; and not while a dead writer may still begin to write."""
+        one = home.withheld[withheld]
+        if not one.asked and (one.writer.alive or one.writer.gone):
+            one.asked, one.lost = True, False
+            one.deadline = now + self.config.step_timeout
+            self.send(home, Fence(one.writer.name, withheld))
 
     def give_back(self, home: Node, withheld: int) -> None:
         """Nothing is written to these blocks any more."""
-        home.withheld.remove(withheld)
+        del home.withheld[withheld]
         home.cache().free(withheld)
 
     def release_prefill(self, seat: Seat) -> None:
@@ -309,3 +354,12 @@ def _unfenced_writer(seat: Seat) -> Node | None:
     transfer = seat.transfer
     unfinished = transfer is not None and not transfer.whole
     return seat.prefill if seat.unfenced and unfinished else None
+
+
+def lost_room(home: Node) -> str:
+    """Why a request does not fit there."""
+    writers = sorted({one.writer.name for one in home.withheld.values() if one.lost})
+    return (
+        f"{home.num_lost} of {home.cache().num_blocks} blocks of {home.name} stay taken, since "
+        f"{' and '.join(writers)} may still write to them; the others are too few for this request"
+    )

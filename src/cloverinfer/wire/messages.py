@@ -364,6 +364,20 @@ class Fenced(msgspec.Struct, array_like=True, tag="fenced"):
     number: int
 
 
+class Probe(msgspec.Struct, array_like=True, tag="probe"):
+    """From scheduler to a node that something waits for too long: does it stand still?"""
+
+    number: int
+    """For the answer to repeat."""
+
+
+class Alive(msgspec.Struct, array_like=True, tag="alive"):
+    """A node's answer to ``Probe``, from its loop."""
+
+    node: str
+    number: int
+
+
 class PeerInfo(msgspec.Struct, frozen=True, array_like=True):
     """What one node must know of another to exchange data with it."""
 
@@ -444,6 +458,8 @@ Message = Union[
     NodeGone,
     Fence,
     Fenced,
+    Probe,
+    Alive,
     Meet,
     Met,
     Shutdown,

@@ -1,4 +1,5 @@
-"""The contract of an executor: it places nodes, starts them, tells of deaths, and stops them."""
+"""The contract of an executor: it places nodes, starts them, tells of deaths, ends one that stands
+still, and stops them all."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from ...wire.messages import NodeInfo
 from ..placement import Placement
 
 OnDeath = Callable[[str, str], None]
-"""(node's name, reason); called from any thread, at most once per node, not after ``stop``."""
+"""(node's name, reason); called from any thread, at most once per node, not after ``stop``, and
+only when nothing of the node runs any more: what it could write to may be given to others."""
 Progress = Callable[[str], None]
 """Takes a line that says what is being waited for."""
 STOP_SECONDS = 10.0
@@ -37,6 +39,12 @@ class Executor(ABC):
         ``NodeStartError`` with the first node's name and reason where one cannot start or does not
         within ``timeout`` seconds; the others are stopped by then.
         """
+
+    @abstractmethod
+    def end(self, name: str, reason: str) -> None:
+        """Ends a node that does not answer, at once and without waiting for it; its death is told
+        of like any other, with this reason. A thread cannot be ended by others: it ends, and is
+        told of, when it goes on by itself. One that is gone already is left alone."""
 
     @abstractmethod
     def stop(self) -> None:

@@ -26,6 +26,8 @@ class LocalExecutor(Executor):
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
         self._nodes: dict[str, Node] = {}
+        self._given_up: dict[str, str] = {}
+        """Why nodes that stand still were told to end, by name."""
         self._stopping = threading.Event()
 
     def place(
@@ -91,7 +93,14 @@ class LocalExecutor(Executor):
             log.exception("%s died", config.name)
             reason = describe(problem)
         if not self._stopping.is_set():
-            on_death(config.name, reason)
+            on_death(config.name, self._given_up.get(config.name, reason))
+
+    def end(self, name: str, reason: str) -> None:
+        node = self._nodes.get(name)
+        if node is not None:
+            log.error("the thread of %s cannot be ended: what it may write to stays taken", name)
+            self._given_up[name] = reason
+            node.stop()
 
     def stop(self) -> None:
         self._stopping.set()

@@ -37,6 +37,8 @@ class _Child:
     process: subprocess.Popen[bytes]
     report: int
     """Read end of the pipe that the node's report comes through."""
+    given_up: str = ""
+    """Why it was ended, where that was by ``end``."""
 
 
 class ProcessExecutor(Executor):
@@ -127,8 +129,14 @@ class ProcessExecutor(Executor):
     def _watch(self, child: _Child, on_death: OnDeath) -> None:
         code = child.process.wait()
         if not self._stopping.is_set():
-            on_death(child.name, f"its process ended with {exit_reason(code)}")
+            on_death(child.name, child.given_up or f"its process ended with {exit_reason(code)}")
         remove_leftovers(child.process.pid)
+
+    def end(self, name: str, reason: str) -> None:
+        for child in self._children:
+            if child.name == name:
+                child.given_up = reason
+                child.process.kill()  # ends a process that is stopped too
 
     def stop(self) -> None:
         self._stopping.set()

@@ -7,8 +7,10 @@ must not call.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +20,7 @@ from typing import Any
 import msgspec
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...core.errors import NodeStartError
 from ...nodes.config import NodeConfig
@@ -39,10 +42,11 @@ class NodeActor:
     def __init__(self) -> None:
         self._node: Any = None
 
-    def place(self, name: str) -> tuple[bytes, int]:
-        """Where this actor is, and its process id."""
+    def place(self, name: str) -> tuple[bytes, str, int]:
+        """Where this actor is: for the transports, and as Ray's node and process there."""
         place = Place(offer(name, name), usable_cores(), own_address())
-        return msgspec.msgpack.encode(place), os.getpid()
+        host = ray.get_runtime_context().get_node_id()
+        return msgspec.msgpack.encode(place), host, os.getpid()
 
     def start(self, config: bytes) -> tuple[bytes, str]:
         """The node's info; or nothing, and why it could not start."""
@@ -69,7 +73,11 @@ class RayExecutor(Executor):
         self._actors: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
         """Of the nodes whose processes this one sees."""
+        self._processes: dict[str, tuple[str, int]] = {}
+        """Every node's process: Ray's name for its host, and its number there."""
         self._runs: list[Future[None]] = []
+        self._given_up: dict[str, str] = {}
+        """Why actors were ended by ``end``, by name."""
         self._stopping = threading.Event()
 
     def place(
@@ -86,7 +94,8 @@ class RayExecutor(Executor):
         own = Place(offer("scheduler"), usable_cores(), address)
         places = {}
         for name in self._actors:
-            data, pid = told[name]
+            data, host, pid = told[name]
+            self._processes[name] = host, pid
             place = msgspec.msgpack.decode(data, type=Place)
             if own.sees(place):
                 self._pids[name] = pid
@@ -121,9 +130,43 @@ class RayExecutor(Executor):
             return
         problem = run.exception()
         reason = str(problem).strip().splitlines()[0] if problem else "its loop ended"
-        on_death(name, reason)
+        # An actor outlives its run, and Ray may take one for dead before its process has ended.
+        if name in self._pids:
+            self._tell(name, reason, _end_process(self._pids[name]), on_death)
+            return
+        ended = self._end_there(name)
+        ended.add_done_callback(
+            lambda ended: self._tell(name, reason, ended.exception() or ended.result(), on_death)
+        )
+
+    def _tell(self, name: str, reason: str, gone: object, on_death: OnDeath) -> None:
+        """``gone``: what ``_end_process`` said, or why nobody could ask: the host is lost too."""
+        if self._stopping.is_set():
+            return
+        if gone:
+            on_death(name, self._given_up.get(name, reason))
+        else:
+            log.error("the process of %s does not end: what it may write to stays taken", name)
         if name in self._pids:
             remove_leftovers(self._pids[name])
+
+    def end(self, name: str, reason: str) -> None:
+        """By a signal: Ray asks the process to end itself, which one that is stopped does not."""
+        if name not in self._actors or self._stopping.is_set():
+            return
+        self._given_up[name] = reason
+        if name in self._pids:
+            _kill(self._pids[name])
+        else:
+            self._end_there(name)
+
+    def _end_there(self, name: str) -> Future[bool]:
+        """Ends the process of a node on another host, by a task of Ray's there."""
+        host, pid = self._processes[name]
+        there = NodeAffinitySchedulingStrategy(host, soft=False)
+        task = ray.remote(num_cpus=0, max_retries=0)(_end_process)
+        ended: Future[bool] = task.options(scheduling_strategy=there).remote(pid).future()
+        return ended
 
     def stop(self) -> None:
         if self._stopping.is_set():
@@ -138,9 +181,7 @@ class RayExecutor(Executor):
     def _sweep(self) -> None:
         """Removes what nodes that were killed have left, once they are gone."""
         pids = list(self._pids.values())
-        deadline = time.monotonic() + STOP_SECONDS
-        while any(map(lives, pids)) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        _gone(pids)
         for pid in pids:
             remove_leftovers(pid)
 
@@ -152,6 +193,27 @@ class RayExecutor(Executor):
         for actor in self._actors.values():
             ray.kill(actor)
         self._actors.clear()
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _gone(pids: Sequence[int]) -> bool:
+    """Waits for the end of processes of this host; False where it does not come."""
+    deadline = time.monotonic() + STOP_SECONDS
+    while any(map(lives, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _end_process(pid: int) -> bool:
+    """Ends a process of this host; False where it does not end."""
+    _kill(pid)
+    return _gone([pid])
 
 
 def _gather(
