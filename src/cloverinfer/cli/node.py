@@ -14,6 +14,7 @@ from .flags import config_of
 
 INTERVAL = 1.0
 """Seconds between two heartbeats, unless told otherwise."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def add(commands: Any) -> None:
@@ -53,8 +54,13 @@ def run(args: argparse.Namespace) -> int:
     key = settings.instance_api_key
     probe = Probe(check_url(args.url), args.role, args.kv_address, public, key)
     urls = [check_url(url) for url in args.orchestrator or ["http://127.0.0.1:8000"]]
-    ended_by = asyncio.run(_run(probe, urls, settings.secret, args.interval))
-    signal.raise_signal(ended_by)  # for whoever handled it before
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        ended_by = asyncio.run(_run(probe, urls, settings.secret, args.interval))
+    finally:
+        for number, handler in before.items():  # which the loop does not give back
+            signal.signal(number, handler)
+    signal.raise_signal(ended_by)
     return 0
 
 
@@ -69,7 +75,7 @@ async def _run(probe: Any, urls: list[str], secret: str | None, interval: float)
         stop.set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         loop.add_signal_handler(number, end, number)
     await run_node(probe, urls, secret, interval, stop)
     return numbers[0]
