@@ -36,6 +36,10 @@ void check(Status status) {
       raise("ValueError", "a record is longer than its ring, or a name than its field");
     case Status::kOutOfRange:
       raise("ValueError", "an index row names no slice, or a slice reaches outside its region");
+    case Status::kDenied:
+      raise("TransportError",
+            "the kernel does not let this process write into the peer's memory: allow ptrace "
+            "between them (CAP_SYS_PTRACE, or kernel.yama.ptrace_scope = 0), or use tcp");
     case Status::kMalformed:
       raise("TransportError", "shared memory does not hold what it should");
   }
@@ -85,6 +89,47 @@ void copy_ranges(const py::object& dst, const Offsets& dst_offsets, const py::ob
                               threads == nullptr ? nullptr : threads->pool());
   }
   check(status);
+}
+
+shm::CallersPage* page_in(const Pinned& pinned) {
+  if (pinned.size() < sizeof(shm::CallersPage)) check(Status::kMalformed);
+  return reinterpret_cast<shm::CallersPage*>(pinned.data());
+}
+
+void open_page(const py::object& page, const py::object& memory) {
+  const Pinned pinned(page, true);
+  const Pinned named(memory, true);
+  shm::open_page(page_in(pinned), reinterpret_cast<uintptr_t>(named.data()), named.size());
+}
+
+bool close_page(const py::object& page, double timeout) {
+  const Pinned pinned(page, true);
+  const py::gil_scoped_release unlocked;
+  return shm::close_page(page_in(pinned), to_ns(timeout));
+}
+
+void write_ranges(const py::object& page, int64_t pid, const Offsets& dst_offsets,
+                  const py::object& src, const Offsets& src_offsets, int64_t length,
+                  const Index& index) {
+  if (index.ndim() != 2 || index.shape(1) != 2) raise("ValueError", "index must be [n, 2]");
+  const Pinned there(page, true);
+  const Pinned from(src, false);
+  const shm::Pieces<std::byte> dst_pieces{nullptr, 0, dst_offsets.data(), dst_offsets.size()};
+  const shm::Pieces<const std::byte> src_pieces{from.data(), from.size(), src_offsets.data(),
+                                                src_offsets.size()};
+  shm::CallersPage* named = page_in(there);
+  Status status;
+  {
+    const py::gil_scoped_release unlocked;
+    status =
+        shm::write_ranges(named, pid, dst_pieces, src_pieces, length, index.data(), index.shape(0));
+  }
+  check(status);
+}
+
+void may_write(const py::object& page, int64_t pid) {
+  const Pinned pinned(page, true);
+  check(shm::may_write(page_in(pinned), pid));
 }
 
 // The least that two processes can do to wake each other, `rounds` times there and back: a bell
@@ -228,6 +273,13 @@ void bind_shm(py::module_& m) {
   m.def("copy_ranges", &copy_ranges, py::arg("dst"), py::arg("dst_offsets").noconvert(),
         py::arg("src"), py::arg("src_offsets").noconvert(), py::arg("length"),
         py::arg("index").noconvert(), py::arg("threads") = nullptr);
+  m.attr("CALLERS_PAGE_BYTES") = sizeof(shm::CallersPage);
+  m.def("open_page", &open_page, py::arg("page"), py::arg("memory"));
+  m.def("close_page", &close_page, py::arg("page"), py::arg("timeout"));
+  m.def("write_ranges", &write_ranges, py::arg("page"), py::arg("pid"),
+        py::arg("dst_offsets").noconvert(), py::arg("src"), py::arg("src_offsets").noconvert(),
+        py::arg("length"), py::arg("index").noconvert());
+  m.def("may_write", &may_write, py::arg("page"), py::arg("pid"));
   m.def("bell_rally", &bell_rally, py::arg("memory"), py::arg("second"), py::arg("rounds"),
         py::arg("timeout"));
   m.def("format_mailbox", &format_mailbox, py::arg("memory"), py::arg("pid"),

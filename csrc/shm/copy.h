@@ -1,6 +1,7 @@
 // Scattered copies between two pieces of memory, by offsets and an index array.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -29,5 +30,30 @@ struct Pieces {
 // rows that write to one place, any may be the last. `pool` may be null.
 Status copy_ranges(const Pieces<std::byte>& dst, const Pieces<const std::byte>& src, int64_t length,
                    const int32_t* index, int64_t rows, ThreadPool* pool);
+
+// How other processes reach memory of this one that is not shared: in the region's own page of
+// shared memory, written by its owner. Zeroed at birth.
+struct CallersPage {
+  std::atomic<uint32_t> open;     // 1 from open_page() to close_page()
+  std::atomic<uint32_t> writers;  // processes that are writing; counted by them
+  uint64_t address;
+  uint64_t size;
+};
+
+void open_page(CallersPage* page, uint64_t address, uint64_t size);
+
+// Nobody begins to write any more; waits up to `timeout_ns` for those who do. False: somebody may
+// still be writing, or died while it was.
+bool close_page(CallersPage* page, int64_t timeout_ns);
+
+// As copy_ranges, into the memory of process `pid` that `page` names, by the kernel. `dst.base` and
+// `dst.size` are taken from the page. kDenied: this process may not write there; kClosed: the page
+// is closed, or the process is gone.
+Status write_ranges(CallersPage* page, int64_t pid, const Pieces<std::byte>& dst,
+                    const Pieces<const std::byte>& src, int64_t length, const int32_t* index,
+                    int64_t rows);
+
+// Whether this process may write there: kOk, kDenied or kClosed.
+Status may_write(CallersPage* page, int64_t pid);
 
 }  // namespace clover::shm

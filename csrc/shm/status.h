@@ -9,6 +9,7 @@ enum class Status {
   kClosed,      // the other end has closed
   kTooLong,     // a record that can never fit the ring
   kOutOfRange,  // an index or an offset reaches outside its memory
+  kDenied,      // the kernel does not let this process do it
   kMalformed,   // shared memory does not hold what it should
 };
 

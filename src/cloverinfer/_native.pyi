@@ -381,6 +381,32 @@ class CopyThreads:
 
     def __init__(self, threads: int) -> None: ...
 
+CALLERS_PAGE_BYTES: int
+"""Of the page of shared memory that names a region of private memory to other processes."""
+
+def open_page(page: Memory, memory: Memory) -> None:
+    """``page`` (zeroed) names ``memory`` of this process from now on."""
+
+def close_page(page: Memory, timeout: float) -> bool:
+    """Nobody begins to write there any more; waits for those who do. False where somebody may
+    still be writing after ``timeout`` seconds, or died while it was."""
+
+def may_write(page: Memory, pid: int) -> None:
+    """``TransportError`` where this process may not write into what ``page`` of the process
+    ``pid`` names, or where that is closed."""
+
+def write_ranges(
+    page: Memory,
+    pid: int,
+    dst_offsets: npt.NDArray[np.int64],
+    src: Memory,
+    src_offsets: npt.NDArray[np.int64],
+    length: int,
+    index: npt.NDArray[np.int32],
+) -> None:
+    """As ``copy_ranges``, into the memory that ``page`` of the process ``pid`` names.
+    ``TransportError`` where it is closed, gone or forbidden."""
+
 def copy_ranges(
     dst: Memory,
     dst_offsets: npt.NDArray[np.int64],

@@ -387,3 +387,19 @@ def test_start_time_tells_the_living_from_the_dead() -> None:
         time.sleep(0.01)
     process.wait()
     assert start_time(process.pid) is None
+
+
+def test_callers_memory_that_was_taken_back_is_not_written_to() -> None:
+    a, b = ShmEndpoint("a"), ShmEndpoint("b")
+    mine = bytearray(64)
+    source, target = a.register(64), b.register(memoryview(mine))
+    source.buffer[:] = bytes([7]) * 64
+    peer = a.connect(b.address())
+    at = np.zeros(1, np.int64)
+    ranges = a.prepare(peer, Slices(source, at, 64), Slices(target.ref, at, 64))
+    target.close()
+    with pytest.raises(TransportError, match="closed"):
+        a.put(ranges, np.zeros((1, 2), np.int32), 1)
+    assert mine == bytes(64)
+    for endpoint in (a, b):
+        endpoint.close()

@@ -23,10 +23,12 @@ def params(decode, transfer="t", attempt=0):
     return {"transfer_id": transfer, "attempt": attempt, "decode_address": decode.address}
 
 
-@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 100])
-@pytest.mark.parametrize("chunk", [16, 24, 1000])
-def test_a_prompt_arrives_whole(engines, tokens, chunk):
-    prefill, decode = engines("prefill"), engines("decode")
+@pytest.mark.parametrize("transport", ["tcp", "shm", "auto"])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 100])
+@pytest.mark.parametrize("chunk", [24, 1000])
+def test_a_prompt_arrives_whole(engines, transport, tokens, chunk):
+    prefill = engines("prefill", transport=transport)
+    decode = engines("decode", transport=transport)
     decode.wait_for_remote("d", tokens, "t")
     prefill.prefill("p", tokens, params(decode), chunk=chunk)
     answer = prefill.finish("p")

@@ -1,12 +1,15 @@
 """Endpoints in processes of one host: regions and mailboxes in POSIX shared memory.
 
-A region is a segment that peers map once and copy into. A mailbox is a small segment on which its
-owner sleeps (a futex), and one ring per sender. Liveness of peers is seen by pid and start time.
+A region is a segment that peers map once and copy into; memory of the caller's is reached by the
+kernel (``process_vm_writev``), by what a page of shared memory says of it. A mailbox is a small
+segment on which its owner sleeps (a futex), and one ring per sender. Liveness of peers is seen by
+pid and start time.
 What notices and messages mean is not known here.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import re
@@ -67,10 +70,14 @@ from .base import (
 
 __all__ = ["ShmEndpoint", "lives", "remove_leftovers"]
 
+log = logging.getLogger(__name__)
 _ADDRESS = re.compile(r"[a-z_]+://(cloverinfer-(\d+)-[0-9a-f]+)")
 _REGION = re.compile(r"g\d+")
+_CALLERS = re.compile(r"c\d+")
 _SPILLED_NAME = re.compile(r"m[0-9a-f]+")
 MOST_COPY_THREADS = 4
+CLOSE_SECONDS = 5.0
+"""How long taking back a region of the caller's memory waits for who is writing to it."""
 _STATE = struct.Struct("=I")
 _OPEN, _TAKEN_BACK = 0x4E45504F, 0x45534C43
 """First word of a region's segment, stored by its owner. A put that races with the change may go
@@ -129,8 +136,40 @@ class _Mapped:
         return self.open and start_time(self._pid) is not None
 
 
+class _Foreign:
+    """Private memory of a peer, which named it in a page of shared memory."""
+
+    def __init__(self, peer: ShmPeer, ref: RegionRef) -> None:
+        self._page = open_segment(f"{peer.prefix}-{ref.name}")
+        self._pid = peer.pid
+        if len(self._page) < _native.CALLERS_PAGE_BYTES:
+            raise TransportError(f"region {ref.name} of {ref.address} is smaller than promised")
+        _native.may_write(self._page, peer.pid)
+
+    @property
+    def open(self) -> bool:
+        return bool(_STATE.unpack_from(self._page)[0] == 1)
+
+    @property
+    def of_use(self) -> bool:
+        return self.open and start_time(self._pid) is not None
+
+    def write(self, ranges: OffsetRanges, index: npt.NDArray[np.int32]) -> None:
+        _native.write_ranges(
+            self._page,
+            self._pid,
+            ranges.target_offsets,
+            ranges.source,
+            ranges.source_offsets,
+            ranges.length,
+            index,
+        )
+
+
 class ShmRanges(OffsetRanges):
-    def __init__(self, peer: Peer, local: Slices, remote: Slices, target: _Mapped) -> None:
+    def __init__(
+        self, peer: Peer, local: Slices, remote: Slices, target: _Mapped | _Foreign
+    ) -> None:
         super().__init__(peer, local, remote)
         self.target = target
 
@@ -144,7 +183,7 @@ class ShmEndpoint(Endpoint):
         name="shm",
         cross_process=True,
         cross_host=False,
-        puts_into_any_memory=False,
+        puts_into_any_memory=True,
         max_message_bytes=MAX_MESSAGE_BYTES,
     )
 
@@ -162,7 +201,7 @@ class ShmEndpoint(Endpoint):
         self._peers: dict[str, ShmPeer] = {}
         self._rings: dict[int, ShmPeer] = {}
         self._ring_memory: dict[int, mmap.mmap] = {}
-        self._mapped: dict[RegionRef, _Mapped] = {}
+        self._mapped: dict[RegionRef, _Mapped | _Foreign] = {}
         mailbox = create_segment(f"{self._prefix}-new", mmap.PAGESIZE)
         started = start_time(os.getpid())
         assert started is not None
@@ -183,9 +222,24 @@ class ShmEndpoint(Endpoint):
         self._registered += 1
         if isinstance(memory, int):
             return self._register_shared(memory)
-        buffer = callers_memory(memory)
-        ref = RegionRef(self._address, f"local{self._registered}", buffer.nbytes)
-        return self._keep(OwnRegion(ref, buffer, lambda region: self._forget(region)))
+        return self._register_callers(callers_memory(memory))
+
+    def _register_callers(self, buffer: memoryview) -> Region:
+        if not self.capabilities.puts_into_any_memory:
+            ref = RegionRef(self._address, f"local{self._registered}", buffer.nbytes)
+            return self._keep(OwnRegion(ref, buffer, lambda region: self._forget(region)))
+        ref = RegionRef(self._address, f"c{self._registered}", buffer.nbytes)
+        name = f"{self._prefix}-{ref.name}"
+        page = create_segment(name, mmap.PAGESIZE)
+        _native.open_page(page, buffer)
+
+        def take_back(region: OwnRegion) -> None:
+            if not _native.close_page(page, CLOSE_SECONDS):
+                log.warning("%s: a peer may have died while it wrote to %s", self.name, ref.name)
+            unlink(name)
+            self._forget(region)
+
+        return self._keep(OwnRegion(ref, buffer, take_back))
 
     def _register_shared(self, nbytes: int) -> Region:
         check_size(nbytes)
@@ -241,7 +295,8 @@ class ShmEndpoint(Endpoint):
         target = self._mapped.get(remote.region)
         if target is None or not target.open:
             self._drop_dead()
-            target = self._mapped[remote.region] = _Mapped(peer, remote.region)
+            kind = _Foreign if _CALLERS.fullmatch(remote.region.name) else _Mapped
+            target = self._mapped[remote.region] = kind(peer, remote.region)
         return ShmRanges(peer, local, remote, target)
 
     def put(
@@ -262,6 +317,15 @@ class ShmEndpoint(Endpoint):
         check_region_open(ranges.region)
         if not ranges.target.open:
             raise TransportError(f"a region of {ranges.peer.address} is closed")
+        self._copy(ranges, index)
+        with self._link(ranges.peer, deadline) as link:
+            link.push(NOTICE, notice, b"", deadline)
+        return Ticket(done=True)
+
+    def _copy(self, ranges: ShmRanges, index: npt.NDArray[np.int32]) -> None:
+        if isinstance(ranges.target, _Foreign):
+            ranges.target.write(ranges, index)
+            return
         _native.copy_ranges(
             ranges.target.buffer,
             ranges.target_offsets,
@@ -271,9 +335,6 @@ class ShmEndpoint(Endpoint):
             index,
             self._threads_for(len(index) * ranges.length),
         )
-        with self._link(ranges.peer, deadline) as link:
-            link.push(NOTICE, notice, b"", deadline)
-        return Ticket(done=True)
 
     def _threads_for(self, nbytes: int) -> _native.CopyThreads | None:
         """None below what is worth waking them; made at the first large put."""

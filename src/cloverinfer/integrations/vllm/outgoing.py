@@ -38,6 +38,8 @@ class Target:
     pusher: TargetPusher | None = None
     """Set once it is met and connected."""
     refused: str = ""
+    without: set[str] = field(default_factory=set)
+    """Wires over which its memory could not be reached."""
 
     @property
     def place(self) -> tuple[str, int]:

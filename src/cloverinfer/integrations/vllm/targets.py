@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from ...core.errors import CloverError, ConfigError, TransportError
 from ...transport import Peer, Slices
 from .courier import Courier, Wire
@@ -24,6 +26,10 @@ from .wire import GiveUp, Greeting, Refusal, Welcome, Worker
 log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 8.0
 """Seconds between two knocks at a meeting point where nobody answers; they double."""
+
+
+class _DeniedError(TransportError):
+    """The peer is there and its memory cannot be reached over this wire."""
 
 
 @dataclass
@@ -104,7 +110,8 @@ class Targets:
         return next((each for each in self._targets.values() if each.nonce == nonce), None)
 
     def _greet(self, target: Target) -> None:
-        greeting = Greeting(target.nonce, self._me)
+        wires = {name: wire for name, wire in self._me.wires.items() if name not in target.without}
+        greeting = Greeting(target.nonce, msgspec.structs.replace(self._me, wires=wires))
         self._courier.door.call(lambda: self._knock(target.place, greeting))
 
     # -- in a wire's thread, without the lock
@@ -123,9 +130,12 @@ class Targets:
             with self._lock:
                 self._refuse(target, str(problem))
         except CloverError as problem:
-            log.warning("%s was met and is gone: %s", target.name, problem)
+            log.warning("%s was met and cannot be reached: %s", target.name, problem)
             with self._lock:
                 target.worker = None  # and it is knocked again
+                if isinstance(problem, _DeniedError):
+                    target.without.add(wire.name)
+                    self._greet(target)
         else:
             with self._lock:
                 target.pusher, target.heard = pusher, time.monotonic()
@@ -138,12 +148,15 @@ class Targets:
             return None
         info = worker.wires[wire.name]
         peer = wire.endpoint.connect(info.address)
-        ranges = [
-            wire.endpoint.prepare(
-                peer,
-                Slices(wire.regions[match.mine.region], match.my_offsets(), match.length),
-                Slices(info.regions[match.theirs.region], match.their_offsets(), match.length),
-            )
-            for match in matches
-        ]
+        try:
+            ranges = [
+                wire.endpoint.prepare(
+                    peer,
+                    Slices(wire.regions[match.mine.region], match.my_offsets(), match.length),
+                    Slices(info.regions[match.theirs.region], match.their_offsets(), match.length),
+                )
+                for match in matches
+            ]
+        except TransportError as problem:
+            raise _DeniedError(str(problem)) from problem
         return TargetPusher(target.name, wire, peer, matches, ranges)
