@@ -5,6 +5,7 @@
 # test-nixl  the tests of the nixl transport, with NIXL in build/nixl
 # test-gpu   the tests that need a CUDA device
 # test-clients  clients of others, unmodified, in environments of their own (minutes the first time)
+# test-vllm  the vLLM connector between real vLLM servers, with vLLM in build/vllm (minutes, 3.4 GB)
 # bench   quick benchmarks      clean  removes what was built (.venv with it)
 
 SHELL := /bin/bash
@@ -21,7 +22,7 @@ BUILD_REQUIREMENTS := scikit-build-core pybind11 cmake ninja
 NATIVE := CMakeLists.txt $(shell find csrc -type f)
 TIERS := $(foreach tier,unit contract kernels integration e2e,$(wildcard tests/$(tier)))
 
-.PHONY: setup run test test-large test-nixl test-gpu lint bench clean format check-resolve
+.PHONY: setup run test test-large test-nixl test-vllm test-gpu lint bench clean format check-resolve
 
 setup: $(VENV)/.native
 
@@ -80,6 +81,10 @@ test-nixl: setup build/nixl/.made
 test-clients: setup
 	@tools/make_clients.sh $(BIN)/python build/clients
 	@$(BIN)/python -m pytest tests/clients
+
+test-vllm: setup
+	@tools/make_vllm.sh $(BIN)/python build/vllm
+	@$(BIN)/python -m pytest -m vllm tests/integration/vllm
 
 # On a host with a device: what is skipped elsewhere.
 test-gpu: setup

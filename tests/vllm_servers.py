@@ -1,0 +1,216 @@
+"""Real vLLM servers with the connector, and the least that pairs them: what an orchestrator does,
+without one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).parents[1]
+PYTHON = ROOT / "build" / "vllm" / "bin" / "python"
+START_SECONDS, ANSWER_SECONDS = 150.0, 120.0
+MODEL = "model"
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+FILES = ("config.json", "generation_config.json", "model.safetensors")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+
+
+def model_folder(made: Path, into: Path) -> Path:
+    """``made``: the folder of a resolved model. vLLM reads every weight file of a folder, so it
+    gets one with those of float32 alone."""
+    into.mkdir(exist_ok=True)
+    for name in (*FILES, *TOKENIZER):
+        if not (into / name).exists():
+            (into / name).symlink_to(made / name)
+    return into
+
+
+@dataclass
+class Server:
+    """One vLLM server; ``role``: its kv_role, or empty for one without the connector."""
+
+    folder: Path
+    log: Path
+    port: int
+    role: str = ""
+    kv_port: int = 0
+    options: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    policy: str = "recompute"
+    connector: dict[str, Any] | None = None
+    """Another connector's whole configuration, for comparison."""
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def kv_address(self) -> str:
+        return f"127.0.0.1:{self.kv_port}"
+
+    def command(self) -> list[str]:
+        transfer = self.connector or {
+            "kv_connector": "RDMAConnector",
+            "kv_connector_module_path": "cloverinfer.integrations.vllm",
+            "kv_role": self.role,
+            "kv_load_failure_policy": self.policy,
+            "kv_connector_extra_config": {"kv_port": self.kv_port} | self.settings,
+        }
+        return [
+            str(PYTHON), "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(self.folder), "--served-model-name", MODEL, "--dtype", "float32",
+            "--enforce-eager", "--host", "127.0.0.1", "--port", str(self.port),
+            "--max-model-len", "2048", *self.options,
+            *(["--kv-transfer-config", json.dumps(transfer)] if self.role else []),
+        ]  # fmt: skip
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | ENVIRONMENT,
+                start_new_session=True,
+                cwd=self.folder,
+            )
+
+    def wait(self) -> None:
+        assert self.process is not None
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return
+            tail = self.log.read_text(errors="replace")[-3000:]
+            assert self.process.poll() is None, f"the server has ended:\n{tail}"
+            assert time.monotonic() < deadline, f"the server does not come up:\n{tail}"
+            time.sleep(0.5)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """The server and the engine that it started."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait(30)
+            self.process = None
+
+    def metric(self, name: str) -> float:
+        """Sum over a metric's rows."""
+        rows = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
+        return sum(float(row.rsplit(" ", 1)[1]) for row in rows if row.startswith(f"{name}{{"))
+
+    def ask(self, body: dict[str, Any]) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=ANSWER_SECONDS)
+
+
+@contextlib.contextmanager
+def running(*servers: Server) -> Iterator[None]:
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait()
+        yield
+    finally:
+        for server in servers:
+            server.kill(signal.SIGTERM)
+
+
+def body_of(prompt: list[int], tokens: int) -> dict[str, Any]:
+    return {
+        "model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0,
+        "return_token_ids": True,
+    }  # fmt: skip
+
+
+@dataclass
+class HandOver:
+    """One request at both servers, cancelled by closing its streams."""
+
+    prefill: Server
+    decode: Server
+    prompt: list[int]
+    tokens: int = 16
+    transfer: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def decode_body(self) -> dict[str, Any]:
+        params = {"do_remote_prefill": True, "transfer_id": self.transfer}
+        return body_of(self.prompt, self.tokens) | {"kv_transfer_params": params}
+
+    def prefill_body(self, attempt: int = 0) -> dict[str, Any]:
+        params = {
+            "do_remote_decode": True,
+            "transfer_id": self.transfer,
+            "attempt": attempt,
+            "decode_address": self.decode.kv_address,
+        }
+        return body_of(self.prompt, 1) | {"kv_transfer_params": params}
+
+    def answer(self) -> dict[str, Any]:
+        """Of decode, with prefill asked at the same time."""
+        with ThreadPoolExecutor(2) as pool:
+            decode = pool.submit(self.decode.ask, self.decode_body())
+            prefill = pool.submit(self.prefill.ask, self.prefill_body())
+            assert prefill.result().status_code == 200, prefill.result().text
+            assert decode.result().status_code == 200, decode.result().text
+            return dict(decode.result().json())
+
+
+def tokens_of(answer: dict[str, Any]) -> list[int]:
+    return list(answer["choices"][0]["token_ids"])
+
+
+class Begun:
+    """A request that is under way and may be cancelled, as by a client that is gone."""
+
+    def __init__(self, server: Server, body: dict[str, Any]) -> None:
+        self.status: int | None = None
+        self.text = ""
+        self._connection = HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_SECONDS)
+        self._connection.connect()
+        self._thread = threading.Thread(target=self._run, args=(body,), daemon=True)
+        self._thread.start()
+
+    def _run(self, body: dict[str, Any]) -> None:
+        headers = {"Content-Type": "application/json"}
+        with contextlib.suppress(OSError, HTTPException):
+            self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            answer = self._connection.getresponse()
+            self.text = answer.read().decode()
+            self.status = answer.status
+
+    def cancel(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.sock.shutdown(socket.SHUT_RDWR)
+        self.wait()
+
+    def wait(self) -> None:
+        self._thread.join(ANSWER_SECONDS)
+        assert not self._thread.is_alive(), "no answer"
