@@ -229,7 +229,7 @@ class CudaIpcEndpoint(ShmEndpoint):
     def _pin_mapped(self, ranges: ShmRanges, lane: Lane) -> int:
         assert isinstance(ranges.remote.region, RegionRef)
         name = _mapped_name(ranges.remote.region)
-        buffer = ranges.target.buffer
+        buffer = ranges.mapped.buffer
         return self._pins.pin(name, buffer, buffer.nbytes, lane.context)
 
     def _target(self, peer: ShmPeer, ref: RegionRef, lane: Lane) -> DeviceTarget:

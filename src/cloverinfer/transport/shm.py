@@ -173,6 +173,12 @@ class ShmRanges(OffsetRanges):
         super().__init__(peer, local, remote)
         self.target = target
 
+    @property
+    def mapped(self) -> _Mapped:
+        """The target, where it is known to be shared memory."""
+        assert isinstance(self.target, _Mapped)
+        return self.target
+
 
 class ShmEndpoint(Endpoint):
     """See ``Endpoint``. A sender waits while a receiver's ring is full; a receiver that has died
