@@ -3,6 +3,7 @@
 # test    all test tiers        lint   every check on style and structure
 # test-large  puts of a gigabyte over every transport (needs 4 GiB of memory)
 # test-nixl  the tests of the nixl transport, with NIXL in build/nixl
+# test-rdma  the tests of the rdma transport, on this host's card or in an emulated machine
 # test-gpu   the tests that need a CUDA device
 # test-clients  clients of others, unmodified, in environments of their own (minutes the first time)
 # test-vllm  the vLLM connector between real vLLM servers, with vLLM in build/vllm (minutes, 3.4 GB)
@@ -22,7 +23,8 @@ BUILD_REQUIREMENTS := scikit-build-core pybind11 cmake ninja
 NATIVE := CMakeLists.txt $(shell find csrc -type f)
 TIERS := $(foreach tier,unit contract kernels integration e2e,$(wildcard tests/$(tier)))
 
-.PHONY: setup run test test-large test-nixl test-vllm test-gpu lint bench clean format check-resolve
+.PHONY: setup run test test-large test-nixl test-vllm rdma-vm test-rdma test-gpu lint bench clean \
+  format check-resolve
 
 setup: $(VENV)/.native
 
@@ -59,8 +61,22 @@ $(VENV)/.native: $(VENV)/.deps $(NATIVE)
 run: setup
 	@$(BIN)/cloverinfer generate --chat --topology pda --executor ray "$(PROMPT)"
 
-test: setup
+test: setup rdma-vm
 	@$(BIN)/python -m pytest $(TIERS)
+
+# What tests of rdma need where there is no card: a kernel with soft RoCE, qemu, libibverbs.
+rdma-vm: setup
+	@tests/rdma_vm/run_in_vm.sh --prepare || { \
+	  echo "**** THE RDMA TRANSPORT IS NOT TESTED HERE: qemu or libibverbs cannot be installed ****" >&2; \
+	  exit 0; }
+	@$(BIN)/python -c 'import cloverinfer._verbs' 2>/dev/null || { \
+	  echo "==> building the rdma transport"; \
+	  $(PIP) install --quiet --no-build-isolation --no-deps -e . -C cmake.define.CLOVER_VERBS=AUTO; }
+
+test-rdma: setup
+	@tests/rdma_vm/run_in_vm.sh --prepare
+	@$(PIP) install --quiet --no-build-isolation --no-deps -e . -C cmake.define.CLOVER_VERBS=ON
+	@$(BIN)/python tests/rdma_vm/run_all.py
 
 test-large: setup
 	@$(BIN)/python -m pytest -m large tests/contract

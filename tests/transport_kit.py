@@ -57,6 +57,8 @@ WIRES = [
     Wire("ray", pace=60, most=64 << 20, steady_memory=False, loose_files=True),
     # UCX opens sockets of its own.
     Wire("nixl", has_port=True, loose_files=True),
+    # Where there is no card it runs in an emulated machine, at some tens of MB/s.
+    Wire("rdma", pace=40, most=4 << 20, has_port=True),
 ]
 
 

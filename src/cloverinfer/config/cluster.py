@@ -12,7 +12,7 @@ from .network import NetworkConfig
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TOPOLOGIES = ("colocated", "pd", "pda")
 EXECUTORS = ("local", "process", "ray")
-TRANSPORTS = ("auto", "inproc", "cuda_ipc", "shm", "tcp", "ray", "nixl")
+TRANSPORTS = ("auto", "inproc", "cuda_ipc", "shm", "rdma", "tcp", "ray", "nixl")
 ATTENTION_BACKENDS = ("auto", "cpu", "cuda", "torch")
 MOST = 10**9
 """No count or size means anything beyond it."""
@@ -171,7 +171,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_attention_nodes: int = 1
     """Attention nodes (pda)."""
     transport: str = "auto"
-    """auto (the first that all nodes can use), inproc, cuda_ipc, shm, tcp, ray or nixl."""
+    """auto (the first that all nodes can use), inproc, cuda_ipc, shm, rdma, tcp, ray or
+    nixl."""
     attention_backend: str = "auto"
     """auto (cuda where nodes are on a GPU, else cpu), cpu, cuda or torch."""
     threads: int | None = None

@@ -1,4 +1,4 @@
-"""CUDA's driver API, as far as the cuda_ipc transport needs it, through ``libcuda.so.1``.
+"""CUDA's driver API, as far as the cuda_ipc and rdma transports need it, through ``libcuda.so.1``.
 
 No toolkit is needed to build or install: the library comes with the driver and is loaded when a
 ``Driver`` is made. Contexts are the devices' primary ones, which PyTorch uses too, so pointers and
@@ -60,6 +60,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "cuStreamDestroy_v2": [c_void_p],
     "cuStreamQuery": [c_void_p],
     "cuStreamWaitEvent": [c_void_p, c_void_p, c_uint],
+    "cuEventQuery": [c_void_p],
     "cuStreamWriteValue32_v2": [c_void_p, _POINTER, c_uint, c_uint],
     "cuMemcpyAsync": [_POINTER, _POINTER, c_size_t, c_void_p],
     "cuModuleLoadData": [POINTER(c_void_p), ctypes.c_char_p],
@@ -67,6 +68,9 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "cuModuleGetFunction": [POINTER(c_void_p), c_void_p, ctypes.c_char_p],
     "cuLaunchKernel": [c_void_p, *[c_uint] * 7, c_void_p, POINTER(c_void_p), c_void_p],
 }
+_DMA_BUF = "cuMemGetHandleForAddressRange"
+"""Since CUDA 11.7; where it is missing, no dma-buf can be exported."""
+_DMA_BUF_FD = 1
 _BATCH = "cuMemcpyBatchAsync"
 """Since CUDA 12.8; where it is missing, pieces are copied by one call each."""
 _BATCH_ARGUMENTS = [c_void_p] * 3 + [c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p]
@@ -171,6 +175,17 @@ class Driver:
     def close(self, pointer: int) -> None:
         self._call("cuIpcCloseMemHandle", pointer)
 
+    def dma_buf(self, pointer: int, nbytes: int) -> int:
+        """A file descriptor, the caller's, of the dma-buf over memory of a device; both numbers
+        are multiples of the page size."""
+        export = getattr(self._cuda, _DMA_BUF, None)
+        if export is None:
+            raise TransportError("NVIDIA's driver exports no dma-bufs: install 515 or newer")
+        fd = c_int(-1)
+        export.argtypes = [c_void_p, _POINTER, c_size_t, c_int, ctypes.c_ulonglong]
+        self._check(export(byref(fd), pointer, nbytes, _DMA_BUF_FD, 0), _DMA_BUF)
+        return fd.value
+
     def pin(self, address: int, nbytes: int) -> int:
         """Page-locks host memory for every context; returns its device address."""
         self._call("cuMemHostRegister_v2", address, nbytes, _PORTABLE | _MAPPED)
@@ -202,6 +217,14 @@ class Driver:
 
     def wait_event(self, stream: int, event: int) -> None:
         self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def happened(self, event: int) -> bool:
+        """Whether an event has; ``TransportError`` for what went wrong on the device."""
+        status = self._cuda.cuEventQuery(event)
+        if status == _NOT_READY:
+            return False
+        self._check(status, "cuEventQuery")
+        return True
 
     def write_flag(self, stream: int, pointer: int, value: int) -> None:
         """Stores 32 bits once all before it on the stream is done and visible to everyone."""

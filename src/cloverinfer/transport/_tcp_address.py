@@ -1,4 +1,5 @@
-"""Addresses of tcp endpoints, and the sockets that they listen at. Knows no handshake."""
+"""Addresses of endpoints that meet over sockets (tcp, rdma), and the sockets that they listen at.
+Knows no handshake."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from ..core.errors import TransportError
 
 PORTS_TRIED = 64
 """From a configured port upwards: several nodes of one host share one configuration."""
-_ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5})/([0-9a-f]{16})")
+_ADDRESS = re.compile(r"(tcp|rdma)://(\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5})/([0-9a-f]{16})")
 _WILDCARDS = ("0.0.0.0", "::")
 ANYONE = "0" * 16
 """The incarnation of whoever listens; no endpoint has it."""
@@ -24,22 +25,24 @@ MOST_BYTES = 255
 
 @dataclass(frozen=True)
 class TcpAddress:
-    """``tcp://host:port/incarnation``: a restart on the same port is another endpoint."""
+    """``tcp://host:port/incarnation``: a restart on the same port is another endpoint. ``scheme``
+    is the transport's name."""
 
     host: str
     port: int
     incarnation: str
+    scheme: str = "tcp"
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"tcp://{host}:{self.port}/{self.incarnation}"
+        return f"{self.scheme}://{host}:{self.port}/{self.incarnation}"
 
     @classmethod
     def parse(cls, text: str) -> TcpAddress:
         match = _ADDRESS.fullmatch(text)
         if match is None or len(text.encode()) > MOST_BYTES:
-            raise TransportError(f"{text!r} is not the address of a tcp endpoint")
-        return cls(match[1].strip("[]"), int(match[2]), match[3])
+            raise TransportError(f"{text!r} is not the address of a tcp or rdma endpoint")
+        return cls(match[2].strip("[]"), int(match[3]), match[4], match[1])
 
 
 def whoever_listens(host: str, port: int) -> str:
@@ -48,7 +51,7 @@ def whoever_listens(host: str, port: int) -> str:
     return str(TcpAddress(host, port, ANYONE))
 
 
-def listen(network: NetworkConfig) -> tuple[socket.socket, TcpAddress]:
+def listen(network: NetworkConfig, scheme: str = "tcp") -> tuple[socket.socket, TcpAddress]:
     """A listening socket and what peers are told; ``TransportError`` where there is no port."""
     last = network.port + PORTS_TRIED if network.port else 1
     for port in range(network.port, min(last, 65536)):
@@ -56,7 +59,7 @@ def listen(network: NetworkConfig) -> tuple[socket.socket, TcpAddress]:
         if listener is not None:
             host = network.advertise_host or _own_host(network.bind_host, listener.family)
             bound: int = listener.getsockname()[1]
-            address = TcpAddress(host, bound, secrets.token_hex(8))
+            address = TcpAddress(host, bound, secrets.token_hex(8), scheme)
             if len(str(address).encode()) > MOST_BYTES:
                 listener.close()
                 raise TransportError(f"network.advertise_host {host!r} is too long")

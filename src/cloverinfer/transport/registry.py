@@ -16,6 +16,7 @@ _CLASSES = {
     "ray": "RayEndpoint",
     "cuda_ipc": "CudaIpcEndpoint",
     "nixl": "NixlEndpoint",
+    "rdma": "RdmaEndpoint",
     "null": "NullEndpoint",
 }
 

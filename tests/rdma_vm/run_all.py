@@ -1,0 +1,43 @@
+"""``make test-rdma``: every test of the rdma transport, on this host's devices or in a guest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.rdma_vm import guest  # noqa: E402
+
+from cloverinfer.transport import missing  # noqa: E402
+
+LIMIT = 900
+"""Seconds that the guest may take for each part."""
+PARTS = [
+    [guest.ENGINE],
+    ["-k", "rdma", *guest.CONTRACT],
+    ["-k", "rdma", guest.PROCESSES],
+    [guest.TOKENS],
+]
+
+
+def main() -> int:
+    here = not missing("rdma")
+    print(f"==> rdma tests {'on a device of this host' if here else 'in a guest'}", flush=True)
+    failed = 0
+    for part in PARTS:
+        command = guest.pytest_command(*part)
+        if here:
+            failed += subprocess.run(command, cwd=ROOT, timeout=LIMIT).returncode != 0
+            continue
+        done = guest.in_guest(command, LIMIT)
+        print(done.stdout, flush=True)
+        failed += done.returncode != 0
+    print(f"==> rdma tests: {failed} of {len(PARTS)} parts failed" if failed else "==> all passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
