@@ -4,6 +4,7 @@
 # test-large  puts of a gigabyte over every transport (needs 4 GiB of memory)
 # test-nixl  the tests of the nixl transport, with NIXL in build/nixl
 # test-rdma  the tests of the rdma transport, on this host's card or in an emulated machine
+# test-models  every architecture that the compiler is tested with
 # test-gpu   the tests that need a CUDA device
 # test-clients  clients of others, unmodified, in environments of their own (minutes the first time)
 # test-vllm  the vLLM connector between real vLLM servers, with vLLM in build/vllm (minutes, 3.4 GB)
@@ -23,8 +24,8 @@ BUILD_REQUIREMENTS := scikit-build-core pybind11 cmake ninja
 NATIVE := CMakeLists.txt $(shell find csrc -type f)
 TIERS := $(foreach tier,unit contract kernels integration e2e,$(wildcard tests/$(tier)))
 
-.PHONY: setup run test test-large test-nixl test-vllm rdma-vm test-rdma test-gpu lint bench clean \
-  format check-resolve
+.PHONY: setup run test test-large test-nixl test-vllm rdma-vm test-rdma test-gpu test-models lint \
+  bench clean format check-resolve
 
 setup: $(VENV)/.native
 
@@ -105,6 +106,9 @@ test-vllm: setup
 # On a host with a device: what is skipped elsewhere.
 test-gpu: setup
 	@$(BIN)/python -m pytest -m "not ray" -k cuda tests
+
+test-models: setup
+	@$(BIN)/python -m pytest -m "models or not models" tests/integration/test_compiled.py tests/models
 
 lint: setup
 	$(BIN)/ruff check .

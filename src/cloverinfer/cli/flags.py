@@ -20,6 +20,8 @@ from ..config.cluster import (
     DTYPES,
     EXECUTORS,
     LOAD_FORMATS,
+    LOWERINGS,
+    MODEL_IMPLS,
     TOPOLOGIES,
     TRANSPORTS,
 )
@@ -49,6 +51,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     option(group, "--prefill-dtype", "model.prefill_dtype", text, choices=DTYPES)
     text = f"form of the weights; auto: what is there (default: {model.load_format})"
     option(group, "--load-format", "model.load_format", text, choices=LOAD_FORMATS)
+    text = (
+        "dense half: ours for the family, or compiled from transformers' model; auto: ours where "
+    )
+    text += f"there is one (default: {model.model_impl})"
+    option(group, "--model-impl", "model.model_impl", text, choices=MODEL_IMPLS)
+    text = f"how a compiled model's stages run (default: {model.lowering})"
+    option(group, "--lowering", "model.lowering", text, choices=LOWERINGS)
     text = "longest prompt + output in tokens (default: the model's own)"
     option(group, "--max-model-len", "model.max_model_len", text, int)
 

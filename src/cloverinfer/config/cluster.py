@@ -16,6 +16,8 @@ TRANSPORTS = ("auto", "inproc", "cuda_ipc", "shm", "rdma", "tcp", "ray", "nixl")
 ATTENTION_BACKENDS = ("auto", "cpu", "cuda", "torch")
 MOST = 10**9
 """No count or size means anything beyond it."""
+MODEL_IMPLS = ("auto", "native", "compiled")
+LOWERINGS = ("eager", "inductor")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 
 
@@ -59,6 +61,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     convert their blocks. None: as ``dtype``."""
     load_format: str = "auto"
     """auto, safetensors, pt, gguf, or dummy (random weights from a config alone)."""
+    model_impl: str = "auto"
+    """native: a dense half written for the family; compiled: made from the model of transformers
+    and split at attention (once, into the cache); auto: native where there is one."""
+    lowering: str = "eager"
+    """How a compiled model's stages run: eager, or inductor (``torch.compile``, at the first steps,
+    which needs a C++ compiler)."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; None: the model's own limit."""
     seed: int = 0
@@ -83,6 +91,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             self.load_format in LOAD_FORMATS,
             f"one of {', '.join(LOAD_FORMATS)}",
         )
+        for field, choices in (("model_impl", MODEL_IMPLS), ("lowering", LOWERINGS)):
+            value = getattr(self, field)
+            _check("model", field, value, value in choices, f"one of {', '.join(choices)}")
         if self.max_model_len is not None:
             _int_at_least("model", self, 1, "max_model_len")
         _int_at_least("model", self, 0, "seed")

@@ -11,6 +11,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from ..core.errors import ModelError
 from ..kvcache.layout import KVSpec
 from .base import ModelArch
@@ -24,6 +26,8 @@ ARCHITECTURES = {
     "OPTForCausalLM": "opt",
 }
 FAMILIES = tuple(ARCHITECTURES.values())
+COMPILED = "compiled"
+"""The family of models that the compiler split; their KV specs are listed in ``extra``."""
 
 Config = Mapping[str, Any]
 
@@ -70,6 +74,9 @@ def family_of(config: Config) -> str:
 
 def kv_specs(arch: ModelArch, dtype: str) -> tuple[KVSpec, ...]:
     """Keys and values of each layer of ``arch``, stored as ``dtype``; needs no weights."""
+    if arch.family == COMPILED:
+        specs = msgspec.convert(arch.extra["layers"], tuple[KVSpec, ...])
+        return tuple(msgspec.structs.replace(spec, dtype=dtype) for spec in specs)
     return tuple(
         KVSpec(
             kv_heads=arch.num_kv_heads,

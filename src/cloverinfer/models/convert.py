@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,21 @@ CONFIG = "config.json"
 GENERATION = "generation_config.json"
 NO_TOKENIZER = "clover-no-tokenizer.txt"
 """In a converted folder without a tokenizer: why."""
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 Entry = tuple[str, Shape, Callable[[], torch.Tensor]]
 """A tensor's name, shape and how to get it."""
+TypedEntry = tuple[str, Shape, torch.dtype, Callable[[], torch.Tensor]]
+"""The same, with the type that it is stored in."""
 
 
 def folder_for_gguf(path: Path, progress: Progress) -> Path:
@@ -104,11 +115,15 @@ def write_safetensors(
     path: Path, entries: Iterable[Entry], dtype: torch.dtype, progress: Progress
 ) -> None:
     """Writes tensors one after another, cast to ``dtype``."""
-    entries, size = list(entries), dtype.itemsize
+    write_mixed(path, [(name, shape, dtype, load) for name, shape, load in entries], progress)
+
+
+def write_mixed(path: Path, entries: Sequence[TypedEntry], progress: Progress) -> None:
+    """Writes tensors one after another, each cast to its own type."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, shape, _ in entries:
-        end = at + size * int(torch.Size(shape).numel())
+    for name, shape, dtype, _ in entries:
+        end = at + dtype.itemsize * int(torch.Size(shape).numel())
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
     check_space(path.parent, at)
@@ -116,10 +131,10 @@ def write_safetensors(
     text += b" " * (-(8 + len(text)) % 64)  # tensors start at a multiple of 64 bytes
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for number, (name, shape, load) in enumerate(entries):
+        for number, (name, shape, dtype, load) in enumerate(entries):
             tensor = load().to(dtype).contiguous()
             assert tuple(tensor.shape) == tuple(shape), name
-            file.write(tensor.view(torch.uint8).numpy().data)
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             if number % 32 == 31:
                 progress(f"  {number + 1} of {len(entries)} tensors")
 

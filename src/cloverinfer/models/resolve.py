@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
+import importlib.util
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from ..core.errors import ConfigError, ModelError
 from .arch import arch_from_config
 from .base import DenseHalf, ModelArch
 from .cache import Progress, is_whole, silent
+from .compiled import CompiledHalf, Manifest, check_dtype, is_compiled, read_manifest
 from .convert import CONFIG, GENERATION, dtype_file, ensure_dtype, folder_for_gguf
 from .hub import KNOWN_MODELS, known_folder, unknown_model
 from .registry import create_half
@@ -53,12 +56,15 @@ class ResolvedModel:
     dtype: str
     """float32, bfloat16 or float16."""
     load_format: str
-    """safetensors, pt, converted (a folder made from a GGUF file) or dummy."""
+    """safetensors, pt, converted (a folder made from a GGUF file), dummy, or compiled (a folder
+    that the compiler made)."""
     fingerprint: str
     """The same for the same shape and weights, on any host."""
     max_model_len: int
     """Longest prompt plus output in tokens."""
     eos_token_ids: tuple[int, ...]
+    lowering: str = "eager"
+    """How the graphs of a compiled model run."""
 
 
 def resolve_model(config: ModelConfig, progress: Progress | None = None) -> ResolvedModel:
@@ -67,31 +73,120 @@ def resolve_model(config: ModelConfig, progress: Progress | None = None) -> Reso
     ``ModelError`` for what is unknown, missing, damaged or not supported; ``ConfigError`` for a
     length that the model does not have.
     """
-    folder, load_format = _locate(config, progress or silent)
-    arch = _read_arch(folder)
+    progress = progress or silent
+    folder, load_format = _locate(config, progress)
+    if is_compiled(folder):
+        return _resolve_compiled(config, folder)
     dtype = _native_dtype() if config.dtype == "auto" else config.dtype
-    limit = config.max_model_len or arch.max_position
-    if limit > arch.max_position:
-        raise ConfigError(
-            f"model.max_model_len is {limit}, but {config.model_path} goes to {arch.max_position} "
-            "tokens: lower it, or leave it out"
-        )
+    arch = _native_arch(config, folder)
     if load_format == "converted":
-        ensure_dtype(folder, getattr(torch, dtype), progress or silent)
+        ensure_dtype(folder, getattr(torch, dtype), progress)
+    if arch is None:
+        return _resolve_compiled(config, _compile(config, folder, load_format, dtype, progress))
     return ResolvedModel(
         name=config.model_path,
         path=folder,
         arch=arch,
         dtype=dtype,
         load_format=load_format,
-        fingerprint=_fingerprint(arch, folder, load_format, config.seed),
-        max_model_len=limit,
+        fingerprint=_fingerprint(asdict(arch), folder, load_format, config.seed),
+        max_model_len=_limit(config, arch),
         eos_token_ids=arch.eos_token_ids,
+        lowering=config.lowering,
     )
+
+
+def _native_arch(config: ModelConfig, folder: Path) -> ModelArch | None:
+    """The model as a dense half of ours serves it; None where the compiler is to make one."""
+    if config.model_impl == "compiled":
+        return None
+    described = _read_config(folder)
+    try:
+        return arch_from_config(*described)
+    except ModelError:
+        if config.model_impl == "native" or not _can_compile():
+            raise
+        return None
+
+
+def _limit(config: ModelConfig, arch: ModelArch) -> int:
+    limit = config.max_model_len or arch.max_position
+    if limit > arch.max_position:
+        raise ConfigError(
+            f"model.max_model_len is {limit}, but {config.model_path} goes to {arch.max_position} "
+            "tokens: lower it, or leave it out"
+        )
+    return limit
+
+
+def _can_compile() -> bool:
+    return importlib.util.find_spec("transformers") is not None
+
+
+def _compile(
+    config: ModelConfig, folder: Path, load_format: str, dtype: str, progress: Progress
+) -> Path:
+    """The artifact, made by the compiler, which is a room above this one: imported by name."""
+    ensure = importlib.import_module("cloverinfer.compiler.ensure")
+    source = compile_source(config, folder, load_format, dtype)
+    made: Path = ensure.ensure_compiled(ensure.Source(**source), progress)
+    return made
+
+
+def compile_source(
+    config: ModelConfig, folder: Path, load_format: str, dtype: str
+) -> dict[str, Any]:
+    """What the compiler must know of a model: the fields of its ``Source``."""
+    described, generation = _read_config(folder)
+    return {
+        "name": config.model_path,
+        "folder": folder,
+        "fingerprint": _fingerprint(described, folder, load_format, config.seed),
+        "load_format": load_format,
+        "dtype": dtype,
+        "seed": config.seed if load_format == "dummy" else None,
+        "generation": generation,
+    }
+
+
+def _resolve_compiled(config: ModelConfig, folder: Path) -> ResolvedModel:
+    manifest = read_manifest(folder)
+    if config.model_impl == "native":
+        raise ConfigError(
+            f"model.model_impl is native, but {folder} holds a compiled model: give the folder of "
+            f"the model itself, or model_impl compiled"
+        )
+    check_dtype(folder, manifest, config.dtype)
+    _refuse_stale(folder, manifest)
+    arch = manifest.model_arch()
+    return ResolvedModel(
+        name=config.model_path,
+        path=folder,
+        arch=arch,
+        dtype=manifest.dtype,
+        load_format="compiled",
+        fingerprint=manifest.content_hash(),
+        max_model_len=_limit(config, arch),
+        eos_token_ids=arch.eos_token_ids,
+        lowering=config.lowering,
+    )
+
+
+def _refuse_stale(folder: Path, manifest: Manifest) -> None:
+    """Where the model it was made from is at hand, it must still be that model."""
+    source = Path(manifest.source)
+    if not (source / CONFIG).is_file() or manifest.seed is not None:
+        return
+    now = _fingerprint(_read_config(source)[0], source, manifest.source_format, 0)
+    if now != manifest.source_fingerprint:
+        raise ModelError(f"{folder}: stale: {source} has changed since: compile the model again")
 
 
 def load_half(model: ResolvedModel, seed: int = 0) -> DenseHalf:
     """The dense half with its weights in memory; ``seed`` is that of random ones."""
+    if model.load_format == "compiled":
+        with torch.inference_mode():
+            return CompiledHalf(model.path, model.lowering)
     checkpoint = Checkpoint(_source(model, seed), getattr(torch, model.dtype))
     with torch.inference_mode():
         return create_half(model.arch, checkpoint, model.max_model_len)
@@ -150,11 +245,12 @@ def _source(model: ResolvedModel, seed: int) -> WeightSource:
     return open_weights(model.path, model.load_format)
 
 
-def _read_arch(folder: Path) -> ModelArch:
+def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """``config.json``, and ``generation_config.json`` where there is one."""
     generation = _read_json(folder / GENERATION) if (folder / GENERATION).is_file() else None
     if not (folder / CONFIG).is_file():
         raise ModelError(f"{folder}: there is no {CONFIG}; give the folder of a Hugging Face model")
-    return arch_from_config(_read_json(folder / CONFIG), generation)
+    return _read_json(folder / CONFIG), generation
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -180,9 +276,9 @@ def _native_dtype() -> str:
     return "bfloat16" if _CPU_BF16_FLAGS & set(flags.split()) else "float32"
 
 
-def _fingerprint(arch: ModelArch, folder: Path, load_format: str, seed: int) -> str:
-    """A hash of shape, and the weights' sizes and samples of their bytes."""
-    digest = hashlib.sha256(json.dumps(asdict(arch), sort_keys=True).encode())
+def _fingerprint(described: dict[str, Any], folder: Path, load_format: str, seed: int) -> str:
+    """A hash of what describes the shape, and the weights' sizes and samples of their bytes."""
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     if load_format == "dummy":
         digest.update(f"dummy:{seed}".encode())
         return digest.hexdigest()

@@ -1,0 +1,154 @@
+"""Compiled models: split equals whole, and served they give the tokens that transformers gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import compiled_models, same_tokens, tiny_models
+
+from cloverinfer import LLM, ModelConfig, SamplingParams
+from cloverinfer.compiler import huggingface
+from cloverinfer.compiler.ensure import check_huggingface
+from cloverinfer.compiler.find import capture_huggingface
+from cloverinfer.compiler.partition import split_at_attention
+from cloverinfer.compiler.run import Parts
+from cloverinfer.core.errors import CloverError, ConfigError, ModelError
+from cloverinfer.models import load_half, resolve_model
+from cloverinfer.models.compiled import MANIFEST
+
+ALWAYS = ("falcon", "qwen2_moe", "gemma2", "bloom")
+"""Torch's own attention; experts; windows and soft-caps; written out with ALiBi. The others run in
+``make test-models``."""
+TOKENS = 32
+
+
+def architectures() -> list[Any]:
+    return [
+        pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.models)
+        for name in compiled_models.ARCHITECTURES
+    ]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLOVER_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", architectures())
+def test_split_is_whole_and_serves_the_same_tokens(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    model = compiled_models.make_model(name, folder)
+    cases = same_tokens.reference(model, [list(range(3, 40)), [5, 6, 7]], TOKENS)
+    outputs = same_tokens.run(str(folder), cases, TOKENS, topology="pda", executor="local")
+    same_tokens.check(cases, outputs)
+    huggingface.prepare(model)
+    captured = capture_huggingface(model)
+    stages = split_at_attention(captured)
+    check_huggingface(model, captured, stages)
+    ids = torch.randint(0, 96, (50,), generator=torch.Generator().manual_seed(3))
+    split = Parts(captured, stages).run(ids, torch.arange(50))
+    assert torch.equal(split, captured.run(ids, torch.arange(50)))
+    if huggingface.attention_of(type(model)) == huggingface.NAME:
+        with torch.no_grad():  # the module itself, with the operator for its attention
+            assert torch.equal(split, model(ids[None]).logits[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_native_and_compiled_halves_give_the_same_tokens(family: str, tmp_path: Path) -> None:
+    folder = str(tiny_models.make_tiny(family, tmp_path / family))
+    params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    outputs = {}
+    for impl in ("native", "compiled"):
+        config = ModelConfig(model_path=folder, dtype="float32", model_impl=impl)
+        for topology in ("pd", "colocated"):
+            with LLM(config, topology=topology, executor="local") as llm:
+                found = llm.generate([list(range(3, 40)), [5, 6, 7]], params)
+            outputs[impl, topology] = [one.token_ids for one in found]
+    assert len({json.dumps(tokens) for tokens in outputs.values()}) == 1
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    compiled_models.make_model("gpt_neox", tmp_path / "model")
+    return tmp_path / "model"
+
+
+def resolve(path: Path, **fields: Any) -> Any:
+    return resolve_model(ModelConfig(model_path=str(path), dtype="float32", **fields))
+
+
+def test_a_model_is_compiled_once_and_stages_share_graphs(folder: Path) -> None:
+    said: list[str] = []
+    config = ModelConfig(model_path=str(folder), dtype="float32")
+    model = resolve_model(config, said.append)
+    assert any("tracing" in line for line in said)
+    assert model.load_format == "compiled"
+    again = resolve_model(config, said.append)
+    assert sum("tracing" in line for line in said) == 1
+    assert again.fingerprint == model.fingerprint
+    half = load_half(model)
+    assert half.num_layers == 2
+    assert half.weight_bytes > 0
+    assert resolve(folder, seed=1, load_format="dummy").fingerprint != model.fingerprint
+
+
+def test_what_was_compiled_is_refused_when_it_no_longer_fits(folder: Path) -> None:
+    made = resolve(folder).path
+    with pytest.raises(ConfigError, match=r"model\.model_impl is native"):
+        resolve(made, model_impl="native")
+    with pytest.raises(ConfigError, match="compiled in float32"):
+        resolve_model(ModelConfig(model_path=str(made), dtype="bfloat16"))
+    manifest = made / MANIFEST
+    text = manifest.read_text()
+    for old, new, reason in (
+        ('"format": 1', '"format": 0', "stale: format 0"),
+        ('"torch": "2', '"torch": "1', "stale: made with PyTorch 1"),
+        ('"window": null', '"window": 4', "content hash"),
+    ):
+        manifest.write_text(text.replace(old, new))
+        with pytest.raises(ModelError, match=reason):
+            resolve(made)
+    manifest.write_text(text)
+    resolve(made)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"layer_norm_eps": 0.5}))
+    with pytest.raises(ModelError, match=r"stale: .* has changed since"):
+        resolve(made)
+
+
+@pytest.mark.parametrize("file", ["stage-1.pt2", "model.safetensors"])
+def test_changed_files_are_refused(folder: Path, file: str) -> None:
+    model = resolve(folder)
+    with (model.path / file).open("r+b") as stream:
+        stream.seek(200)
+        stream.write(b"changed")
+    with pytest.raises(CloverError, match="changed"):
+        load_half(model)
+
+
+@pytest.mark.parametrize(
+    ("config_name", "fields", "reason"),
+    [
+        ("MambaConfig", {"num_hidden_layers": 2}, "Mamba: state-space"),
+        ("DeepseekV3Config", {"num_hidden_layers": 2}, "DeepseekV3: latent-compressed"),
+        (
+            "MptConfig",
+            {"n_layers": 2, "d_model": 64, "n_heads": 4},
+            "MptForCausalLM: .*number of",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    config_name: str, fields: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    import transformers
+
+    getattr(transformers, config_name)(vocab_size=96, hidden_size=64, **fields).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ModelError, match=reason):
+        resolve(tmp_path, load_format="dummy")
