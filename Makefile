@@ -108,7 +108,7 @@ test-gpu: setup
 	@$(BIN)/python -m pytest -m "not ray" -k cuda tests
 
 test-models: setup
-	@$(BIN)/python -m pytest -m "models or not models" tests/integration/test_compiled.py tests/models
+	@$(BIN)/python -m pytest -m "models or not models" tests/integration/test_compiled.py
 
 lint: setup
 	$(BIN)/ruff check .
