@@ -23,7 +23,7 @@ import httpx
 
 ROOT = Path(__file__).parents[1]
 PYTHON = ROOT / "build" / "vllm" / "bin" / "python"
-START_SECONDS, ANSWER_SECONDS = 150.0, 120.0
+START_SECONDS, ANSWER_SECONDS = 400.0, 300.0
 MODEL = "model"
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -60,6 +60,7 @@ class Server:
     policy: str = "recompute"
     connector: dict[str, Any] | None = None
     """Another connector's whole configuration, for comparison."""
+    environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -92,7 +93,7 @@ class Server:
                 self.command(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | ENVIRONMENT,
+                env=os.environ | ENVIRONMENT | self.environment,
                 start_new_session=True,
                 cwd=self.folder,
             )

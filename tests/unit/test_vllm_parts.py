@@ -1,0 +1,184 @@
+"""The connector's pure parts: settings, wishes, memory, versions, and the scheduler half."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tests.vllm_kit import FakeTensor
+
+from cloverinfer.core.errors import ConfigError, RequestError
+from cloverinfer.integrations.vllm.memory import Shape, pool_of
+from cloverinfer.integrations.vllm.scheduler import SchedulerHalf
+from cloverinfer.integrations.vllm.settings import Load, Send, settings_from, wish_of
+from cloverinfer.integrations.vllm.versions import _NEEDED, check_version
+
+SEND = {"do_remote_decode": True, "transfer_id": "t", "attempt": 2, "decode_address": "[::1]:90"}
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"kv_prot": 1}, "'kv_prot'; known: .*kv_port"),
+        ({"kv_port": "high"}, "kv_port"),
+        ({"kv_port": 70000}, "kv_port must be from 1 to 65535, not 70000"),
+        ({"transport": "pigeon"}, "transport must be one of auto"),
+        ({"lease": 0}, "lease must be from 0.1"),
+    ],
+)
+def test_wrong_settings_are_named(extra, says):
+    with pytest.raises(ConfigError, match=says):
+        settings_from(extra)
+
+
+def test_a_cache_that_others_reach_needs_a_secret(monkeypatch):
+    monkeypatch.delenv("CLOVER_NETWORK_SECRET", raising=False)
+    with pytest.raises(ConfigError, match="secret"):
+        settings_from({"kv_host": "0.0.0.0"}).network(0)
+    monkeypatch.setenv("CLOVER_NETWORK_SECRET", "s")
+    network = settings_from({"kv_host": "0.0.0.0", "kv_port": 700}).network(3)
+    assert (network.port, network.secret) == (703, "s")
+
+
+def test_wishes():
+    assert wish_of(None) is None
+    assert wish_of({"do_remote_prefill": False}) is None
+    assert wish_of({"do_remote_prefill": True, "transfer_id": "t"}) == Load("t")
+    assert wish_of(SEND) == Send("t", 2, "::1", 90)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        5,
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": True, "transfer_id": 7},
+        {"do_remote_prefill": True, "transfer_id": "x" * 201},
+        SEND | {"do_remote_prefill": True},
+        SEND | {"attempt": -1},
+        SEND | {"attempt": True},
+        SEND | {"decode_address": "host"},
+        SEND | {"decode_address": "host:99999"},
+        SEND | {"decode_address": None},
+    ],
+)
+def test_wishes_without_sense_are_refused_and_the_engine_goes_on(params, caplog):
+    with pytest.raises(RequestError):
+        wish_of(params)
+    half = SchedulerHalf(16, sends=True, loads=True)
+    request = SimpleNamespace(request_id="r", num_prompt_tokens=40, kv_transfer_params=params)
+    with caplog.at_level(logging.ERROR):
+        assert half.matched(request, 0) == (0, False)
+        assert half.matched(request, 0) == (0, False)
+    assert len(caplog.records) == 1
+    assert half.finished(request) == (False, None)
+
+
+def test_roles_exclude_what_they_do_not_do(caplog):
+    half = SchedulerHalf(16, sends=True, loads=False)
+    params = {"do_remote_prefill": True, "transfer_id": "t"}
+    request = SimpleNamespace(request_id="r", num_prompt_tokens=40, kv_transfer_params=params)
+    assert half.matched(request, 0) == (0, False)
+    assert "kv_role" in caplog.text
+
+
+def test_requests_of_others_are_left_alone():
+    half = SchedulerHalf(16, sends=True, loads=True)
+    request = SimpleNamespace(request_id="r", num_prompt_tokens=40, kv_transfer_params=None)
+    assert half.matched(request, 0) == (0, False)
+    half.allocated(request, [1, 2, 3], 0)
+    assert half.finished(request) == (False, None)
+    assert not half.pending
+
+
+def test_a_load_counts_what_decode_computes_itself():
+    half = SchedulerHalf(16, sends=False, loads=True)
+    params = {"do_remote_prefill": True, "transfer_id": "t"}
+    request = SimpleNamespace(
+        request_id="r", num_prompt_tokens=40, kv_transfer_params=params, prompt_token_ids=[1] * 40
+    )
+    assert half.matched(request, 16) == (24, True)
+    half.allocated(request, [5, 6, 7, 8], 24)
+    half.allocated(request, [5, 6, 7, 8], 0)
+    (load,) = half.build(_output()).loads
+    assert (load.blocks, load.start, load.end) == ([6, 7], 16, 40)
+    assert half.matched(request, 16) == (0, False)
+    half.reported([], ["r"], {})
+    half.build(_output(new=[("r", 39, 1)]))
+    assert half.finished(request) == (
+        False,
+        {"transfer_id": "t", "computed_prompt_tokens": 1},
+    )
+
+
+def _output(new=()):
+    cached = SimpleNamespace(
+        req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+    )
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(
+                req_id=name,
+                num_computed_tokens=at,
+                block_ids=([],),
+                sampling_params=None,
+                prompt_token_ids=None,
+            )
+            for name, at, _ in new
+        ],
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens={name: count for name, _, count in new},
+    )
+
+
+def tensor(*shape):
+    array = np.zeros(shape, np.float32)
+    return FakeTensor(array, array)
+
+
+@pytest.mark.parametrize(
+    ("shape", "opaque", "parts", "heads", "groups"),
+    [
+        ((9, 3, 16, 8), False, 1, 3, 16),
+        ((9, 3, 16, 8), True, 1, 3, 1),
+        ((2, 9, 16, 3, 4), False, 2, 3, 16),
+        ((2, 9, 3, 16, 4), True, 2, 3, 1),
+        ((9, 2, 16, 3, 4), False, 2, 3, 16),
+        ((9, 16, 8), False, 1, 1, 16),
+        ((18, 3, 8, 8), False, 1, 3, 8),
+    ],
+)
+def test_layouts_of_engines(shape, opaque, parts, heads, groups):
+    made = tensor(*shape)
+    pool = pool_of({"a": made, "b": made}, Shape(9, 16, 3, opaque))
+    (grid,) = pool.grids
+    assert pool.layers == ["a"]
+    assert (grid.parts, grid.heads, grid.groups) == (parts, heads, groups)
+    assert grid.end == made.array.nbytes
+    assert pool.split * grid.block_size == 16
+
+
+def test_layouts_that_are_not_understood_are_refused():
+    for shape in ((9, 3), (7, 3, 16, 8), (3, 9, 16, 3, 4)):
+        with pytest.raises(ConfigError, match="shape"):
+            pool_of({"a": tensor(*shape)}, Shape(9, 16, 3, False))
+    device = tensor(9, 3, 16, 8)
+    device.device = SimpleNamespace(type="cuda")
+    with pytest.raises(ConfigError, match="host memory only"):
+        pool_of({"a": device}, Shape(9, 16, 3, False))
+    with pytest.raises(ConfigError, match="state of its own"):
+        pool_of({"a": [device]}, Shape(9, 16, 3, False))
+
+
+def test_versions(caplog):
+    base = type("Base", (), dict.fromkeys(_NEEDED))
+    check_version("0.32.0+cpu", base)
+    assert caplog.text == ""
+    check_version("0.99", base)
+    assert "0.99 is not known" in caplog.text
+    with pytest.raises(ConfigError, match=r"older.*0\.23 to 0\.33"):
+        check_version("0.9.1", base)
+    with pytest.raises(ConfigError, match="save_kv_layer"):
+        check_version("0.32", object)
