@@ -159,8 +159,10 @@ class Courier:
         self.wires: dict[str, Wire] = {}
         try:
             for each in (DOOR, *_data_wires(transport)):
-                endpoint = create_endpoint(each, f"{name}-{each}", network)
                 is_door = each == DOOR
+                # Whatever other wires listen at is theirs to choose: ports in a row are doors.
+                at = network if is_door else msgspec.structs.replace(network, port=0)
+                endpoint = create_endpoint(each, f"{name}-{each}", at)
                 carries = not is_door or transport in ("auto", DOOR)
                 self.wires[each] = Wire(
                     endpoint, buffers if carries else (), user, tick if is_door else None

@@ -226,6 +226,9 @@ class Outbox:
         target.heard = time.monotonic()
         claim = Claim(start.transfer, start.attempt, start.end, start.digest)
         if not target.pusher.wire.tell(target.pusher.peer, claim):
+            # It may have been started anew since it was met, and nothing is there of this leg yet.
+            self._targets.forget(target)
+            leg.target, leg.claimed = self._targets.at(*target.place), False
             self._lose(target, "it cannot be reached")
 
     def _catch_up(self, out: Outgoing) -> None:
