@@ -34,8 +34,8 @@ def test_whole_answers_and_their_stages(on: Stage) -> None:
     assert stages["queue"] >= 0
     assert [stages[name] for name in ("prefill", "transfer", "first_decode", "ttft")] == [None] * 4
     assert usage == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
-    assert on.count('requests_total{outcome="ok"}') == 1
-    assert on.count('stage_seconds_count{stage="queue"}') == 1
+    until(lambda: on.count('requests_total{outcome="ok"}') == 1)
+    until(lambda: on.count('stage_seconds_count{stage="queue"}') == 1)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -67,7 +67,7 @@ def test_answers_stay_as_they_came_where_asked(on: Stage) -> None:
 
 
 def test_a_pair_answers_and_tells_its_stages(on: Stage) -> None:
-    prefill, decode = on.fake(), on.fake(delay=0.02)
+    prefill, decode = on.fake(), on.fake(delay=0.2)
     on.orchestrate(("prefill", prefill), ("decode", decode))
     answer = on.post(max_tokens=3, min_tokens=2, temperature=0)
     assert answer.json()["choices"][0]["text"] == "w0 w1 w2 "
@@ -94,7 +94,7 @@ def test_a_pair_answers_and_tells_its_stages(on: Stage) -> None:
 
 
 def test_a_pair_streams(on: Stage) -> None:
-    prefill, decode = on.fake(), on.fake(delay=0.02)
+    prefill, decode = on.fake(), on.fake(delay=0.2)
     on.orchestrate(("prefill", prefill), ("decode", decode))
     events = payloads(on.post("/v1/chat/completions", **USAGE).text)
     assert events[-1] == "[DONE]"
@@ -103,7 +103,7 @@ def test_a_pair_streams(on: Stage) -> None:
     assert stages["ttft"] >= stages["prefill"] > 0
     assert prefill.seen[0]["max_completion_tokens"] == 1
     assert "stream_options" not in prefill.seen[0]
-    assert on.count('stage_seconds_count{stage="first_decode"}') == 1
+    until(lambda: on.count('stage_seconds_count{stage="first_decode"}') == 1)
 
 
 @pytest.mark.parametrize("status", [503, 0])
@@ -146,7 +146,7 @@ def test_when_no_prefill_succeeds_decode_is_let_go(on: Stage) -> None:
     answer = on.post()
     assert (answer.status_code, answer.json()["error"]["message"]) == (500, "told to answer 500")
     until(lambda: decode.cancelled == 1 and decode.inside == 0)
-    assert on.count('requests_total{outcome="failed"}') == 1
+    until(lambda: on.count('requests_total{outcome="failed"}') == 1)
 
 
 def test_what_prefill_refuses_is_refused(on: Stage) -> None:
@@ -155,7 +155,7 @@ def test_what_prefill_refuses_is_refused(on: Stage) -> None:
     assert on.post(stream=True).status_code == 400
     until(lambda: decode.inside == 0)
     assert {row["breaker"] for row in on.cluster()} == {"closed"}
-    assert on.count('requests_total{outcome="refused"}') == 1
+    until(lambda: on.count('requests_total{outcome="refused"}') == 1)
 
 
 def test_a_failed_decode_ends_its_prefill_and_a_new_pair_is_tried(on: Stage) -> None:
@@ -163,11 +163,16 @@ def test_a_failed_decode_ends_its_prefill_and_a_new_pair_is_tried(on: Stage) -> 
     on.orchestrate(("prefill", prefill), ("decode", bad), ("decode", good), policy="round_robin")
     for _ in range(2):
         assert on.post().json()["choices"][0]["text"] == "w0 w1 w2 "
-    assert len(bad.seen) == 1
+    assert bad.seen
     until(lambda: prefill.inside == 0)
-    assert prefill.cancelled == 1
-    transfers = [one["kv_transfer_params"]["transfer_id"] for one in prefill.seen]
-    assert len(set(transfers)) == len(transfers) == 3
+    failed, lasting, heard = (
+        [body["kv_transfer_params"]["transfer_id"] for body in fake.seen]
+        for fake in (bad, good, prefill)
+    )
+    # Of pairs that failed, prefill may have heard or not; each pair has a transfer of its own.
+    assert set(lasting) <= set(heard) <= {*failed, *lasting}
+    assert len(set(heard)) == len(heard)
+    assert prefill.cancelled == len(heard) - len(lasting)
 
 
 def test_what_a_pair_cannot_share_decode_does_alone(on: Stage) -> None:
@@ -228,7 +233,7 @@ def test_a_stream_that_breaks_off_never_looks_finished(on: Stage) -> None:
     assert [one["choices"][0]["text"] for one in events[:-1]] == ["w0 ", "w1 "]
     assert events[-1]["error"]["code"] == "instance_lost"
     assert on.cluster()[0]["breaker"] == "open"
-    assert on.count('requests_total{outcome="failed"}') == 1
+    until(lambda: on.count('requests_total{outcome="failed"}') == 1)
 
 
 def test_an_instance_that_dies_before_its_first_token_is_replaced(on: Stage) -> None:

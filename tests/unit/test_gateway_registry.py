@@ -106,6 +106,8 @@ def test_pressure_is_what_is_under_way_here_and_what_others_brought() -> None:
         ({"url": "http://a:1 /x"}, "http://HOST:PORT"),
         ({"url": "http://[::1"}, "http://HOST:PORT"),
         ({"url": "http://a:99999"}, "http://HOST:PORT"),
+        ({"url": "http://me:pw@a:1"}, "http://HOST:PORT"),
+        ({"url": "http://a:1?x"}, "http://HOST:PORT"),
         ({"role": "decode", "kv_address": None}, "kv_address is needed"),
         ({"models": [3]}, "an id that is a string"),
     ],

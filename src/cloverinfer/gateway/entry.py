@@ -79,6 +79,8 @@ class Entry:
         try:
             job = await self._job(scope, message["body"], sink, stages)
             await self.dispatcher.run(job)
+            # Only now: what is no name of a model is a client's text, which no log should show.
+            record_of(scope).model = job.wanted.model or "-"
         except UnknownModelError as error:
             body = error_body(
                 str(error), "invalid_request_error", error.param, code="model_not_found"
@@ -107,10 +109,8 @@ class Entry:
         if not (kind.startswith("application/") and kind.endswith(("/json", "+json"))):
             text = "the body must be JSON: send it with the header Content-Type: application/json"
             raise RequestError(text)
-        record = record_of(scope)
         key = headers.get("authorization") if self.passes_key else None
-        asked = read(own_path(scope), body, record.id, key)
-        record.model = asked.model or "-"
+        asked = read(own_path(scope), body, record_of(scope).id, key)
         wanted = Wanted(asked.model, await self._blocks(asked), asked.paired())
         return Job(asked, wanted, sink, stages)
 

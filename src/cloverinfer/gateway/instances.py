@@ -86,6 +86,8 @@ def check_url(url: str) -> str:
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        # A name and a password would go with every request, a query into every path.
+        good = good and not (parts.username or parts.password or parts.query or parts.fragment)
     except ValueError:
         good = False
     if not good or not url.isascii() or any(one.isspace() for one in url):

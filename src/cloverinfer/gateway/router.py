@@ -14,6 +14,9 @@ from ..core.errors import CloverError, RequestError
 from .instances import Instance, Registry
 from .policies import Candidate, Policy, create_policy
 
+LONGEST_NAME = 200
+"""Characters of a client's text that an error quotes."""
+
 
 class NoInstanceError(CloverError):
     """The model is known, and no instance can take a request for it now."""
@@ -92,7 +95,7 @@ class Router:
             return instances
         serving = [one for one in instances if model in one.told.names]
         if instances and not serving:
-            raise UnknownModelError(f"the model {model!r} does not exist", "model")
+            raise UnknownModelError(f"the model {model[:LONGEST_NAME]!r} does not exist", "model")
         return serving
 
     def _forget(self, url: str) -> None:

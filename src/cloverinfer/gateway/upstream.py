@@ -90,7 +90,7 @@ class Upstream:
         self._on_end = on_end
         connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, keepalive_timeout=KEEPALIVE)
         timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=settings.connect_timeout, sock_read=settings.answer_timeout
+            total=None, connect=settings.connect_timeout, sock_read=settings.answer_timeout
         )
         self._session = aiohttp.ClientSession(
             connector=connector,
