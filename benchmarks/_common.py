@@ -54,6 +54,7 @@ def model_parser(description: str) -> argparse.ArgumentParser:
     made = parser(description)
     made.add_argument("--model", default="smollm2-135m")
     made.add_argument("--dtype", default="auto")
+    made.add_argument("--quantization", choices=["int8", "gguf"], help="of our weights")
     made.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     made.add_argument(
         "--peer",

@@ -131,7 +131,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    model = ModelConfig(model_path=args.model, dtype=args.dtype)
+    model = ModelConfig(model_path=args.model, dtype=args.dtype, quantization=args.quantization)
     resolved = resolve_model(model)
     bandwidth = read_bandwidth(args.threads)
     print(describe_run(args.threads))

@@ -14,6 +14,7 @@ import argparse
 import time
 from unittest import mock
 
+import msgspec
 import torch
 
 from _common import Row, describe_run, finish, model_parser, peak_flops, read_bandwidth
@@ -61,7 +62,8 @@ def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
     config = ModelConfig(model_path=args.model, dtype="bfloat16")
-    native, peer = load(config, True), load(config, False)
+    quantized = msgspec.structs.replace(config, quantization=args.quantization)
+    native, peer = load(quantized, True), load(config, False)
     print(describe_run(args.threads))
     bandwidth = read_bandwidth(args.threads)
     peak = peak_flops(args.threads, torch.bfloat16)
@@ -75,8 +77,8 @@ def main() -> None:
     print(f"peak of large products {peak / 1e9:.0f} GFLOP/s")
     rows = []
     for batch in args.batches:
-        # bfloat16: a multiply-add (2 operations) for every two bytes of weights and token.
-        floor = batch / max(native.weight_bytes / bandwidth, batch * native.weight_bytes / peak)
+        # A multiply-add (2 operations) for every two bytes of bfloat16 weights and token.
+        floor = batch / max(native.weight_bytes / bandwidth, batch * peer.weight_bytes / peak)
         ours, theirs = batch / best[native, batch], batch / best[peer, batch]
         rows.append(Row("dense half", ours, "tokens/s", {"batch": batch}, floor, "torch", theirs))
     finish(rows, args.json)

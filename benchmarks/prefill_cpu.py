@@ -45,7 +45,7 @@ def main() -> None:
     args = made.parse_args()
     if args.quick:
         args.lengths, args.prompts = args.lengths[:1], 2
-    config = ModelConfig(model_path=args.model, dtype=args.dtype)
+    config = ModelConfig(model_path=args.model, dtype=args.dtype, quantization=args.quantization)
     model = resolve_model(config)
     print(describe_run(args.threads))
     with LLM(config, topology="colocated", threads=args.threads) as llm:

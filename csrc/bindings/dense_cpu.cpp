@@ -9,6 +9,7 @@
 
 #include "dense_cpu/dense.h"
 #include "dense_cpu/dispatch.h"
+#include "dense_cpu/pack.h"
 #include "dense_cpu/table.h"
 
 namespace py = pybind11;
@@ -46,6 +47,17 @@ int64_t packed_bytes(int format, int64_t outputs, int64_t inputs) {
     throw std::invalid_argument("no such format or size");
   const int64_t panels = dense::round_up(outputs, dense::kBlock) / dense::kBlock;
   return panels * dense::panel_bytes(static_cast<dense::Format>(format), inputs);
+}
+
+void pack(int threads, int format, int64_t weight, std::tuple<int64_t, int64_t, int> size,
+          int64_t to) {
+  const auto [outputs, inputs, folds] = size;
+  if (threads < 1 || folds < 1) throw std::invalid_argument("threads and folds are at least 1");
+  packed_bytes(format, outputs, inputs);  // refuses what cannot be
+  const dense::Plain from = {at<uint16_t>(weight, "weight"), outputs, inputs, folds};
+  uint8_t* panels = at<uint8_t>(to, "to");
+  py::gil_scoped_release release;
+  dense::pack(*ThreadPool::shared(threads), from, static_cast<dense::Format>(format), panels);
 }
 
 std::unique_ptr<Dense> make(int threads, const std::string& isa, int64_t hidden, int64_t heads,
@@ -141,6 +153,8 @@ void bind_dense_cpu(py::module_& m) {
   m.def("dense_packed_bytes", &packed_bytes, py::arg("format"), py::arg("outputs"),
         py::arg("inputs"));
   m.def("dense_isas", &isas);
+  m.def("dense_pack", &pack, py::kw_only(), py::arg("threads"), py::arg("format"),
+        py::arg("weight"), py::arg("size"), py::arg("to"));
   py::class_<Dense>(m, "CpuDense")
       .def(py::init(&make), py::kw_only(), py::arg("threads"), py::arg("isa"), py::arg("hidden"),
            py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("ffn"),

@@ -223,6 +223,14 @@ def dense_packed_bytes(format: int, outputs: int, inputs: int) -> int:
     ``format``: 0 bfloat16, 1 int8, 2 int4.
     """
 
+def dense_pack(
+    *, threads: int, format: int, weight: int, size: tuple[int, int, int], to: int
+) -> None:
+    """Brings a bfloat16 matrix into panels of bfloat16 or int8 at ``to``.
+
+    ``size``: outputs of a fold, inputs, folds (one below the other), whose panels alternate.
+    """
+
 class CpuDense:
     """Stages of a Llama over packed weights of the caller's, which must outlive it.
 

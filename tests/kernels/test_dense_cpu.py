@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from cloverinfer import _native
 from cloverinfer.models.base import ModelArch
 from cloverinfer.models.linear import Linear
 from cloverinfer.models.native import LayerWeights, ModelWeights, NativeStages
+from cloverinfer.models.packed import GROUP, Codes, Format, QuantizedLinear, pack_codes
 from cloverinfer.models.rope import rope_table
 
 ISAS = _native.dense_isas()
@@ -306,3 +308,123 @@ def test_what_is_out_of_range_is_refused() -> None:
         native._native.stage(2, 2, 0, *(inputs.hidden.data_ptr(),) * 12)
     with pytest.raises(ValueError, match="attended is missing"):
         native._native.stage(1, 2, 0, 0, 64, *(inputs.hidden.data_ptr(),) * 10)
+
+
+# -- quantised weights
+
+
+def quantize_int8(weight_oi: torch.Tensor) -> Codes:
+    """What the native side makes of a plain matrix."""
+    weight = torch.nn.functional.pad(weight_oi.float(), (0, -weight_oi.shape[1] % GROUP))
+    grouped = weight.unflatten(1, (-1, GROUP))
+    scales = (grouped.abs().amax(-1) / 127).half()
+    factor = torch.where(scales > 0, 1 / scales.float(), 0.0)[..., None]
+    codes = (grouped * factor).round().clamp(-127, 127).char()
+    return Codes(Format.INT8, codes.flatten(1), scales, None)
+
+
+def random_int4(outputs: int, inputs: int, generator: torch.Generator) -> Codes:
+    def halves(middle: float) -> torch.Tensor:
+        noise = torch.rand((outputs, inputs // GROUP), generator=generator)
+        return ((middle + 0.2 * noise) * inputs**-0.5).half()
+
+    codes = torch.randint(16, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    return Codes(Format.INT4, codes, halves(0.2), halves(-1.7))
+
+
+def over_linears(weights: ModelWeights, change: Callable[[Linear], Linear]) -> ModelWeights:
+    layers = [
+        replace(layer, **{n: change(getattr(layer, n)) for n in ("qkv", "out", "gate_up", "down")})
+        for layer in weights.layers
+    ]
+    return replace(weights, layers=layers, head=change(weights.head))
+
+
+def dequantized(linear: Linear) -> Linear:
+    """The same product with a plain weight in float64."""
+    quantized = isinstance(linear, QuantizedLinear)
+    codes = linear.codes if quantized else quantize_int8(linear.weight)
+    return Linear(codes.dequantized()[:, : linear.shape[1]], linear.bias)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ARCHES)
+def test_int8_stages_equal_float64_over_the_dequantized_weights(isa: str, name: str) -> None:
+    arch = ARCHES[name]
+    weights = make_weights(arch, bias=True, qk_norm=False)
+    native = NativeStages(arch, weights, 2, isa, int8=True)
+    for tokens in (1, 2, 5, 16, 97, 200):
+        check_stages(arch, over_linears(weights, dequantized), native, tokens)
+
+
+WHOLE_GROUPS = {
+    "small": ARCHES["whole vectors"],
+    "odd panels": make_arch(
+        hidden_size=288, num_heads=9, num_kv_heads=3, head_dim=32, intermediate_size=608
+    ),
+}
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", WHOLE_GROUPS)
+def test_int4_stages_equal_float64_over_the_dequantized_weights(isa: str, name: str) -> None:
+    arch, generator = WHOLE_GROUPS[name], torch.Generator().manual_seed(5)
+
+    def int4(linear: Linear) -> Linear:
+        return QuantizedLinear(random_int4(*linear.shape, generator), linear.bias)
+
+    weights = over_linears(make_weights(arch, bias=True, qk_norm=True), int4)
+    native = NativeStages(arch, weights, 2, isa)
+    for tokens in (1, 2, 5, 16, 97, 200):
+        check_stages(arch, over_linears(weights, dequantized), native, tokens)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+def test_products_are_exact_but_for_the_sums_in_float32(isa: str, kind: str) -> None:
+    """Rows of +-1 pass the norm unrounded, so only adding up errs: 1e-6 of all terms' size."""
+    arch, generator = WHOLE_GROUPS["odd panels"], torch.Generator().manual_seed(6)
+    weights = make_weights(arch, bias=False, qk_norm=False)
+    weights.final_norm.fill_(1)
+    if kind == "int4":
+        weights.head = QuantizedLinear(random_int4(*weights.head.shape, generator))
+    native = NativeStages(arch, weights, 2, isa, int8=kind == "int8")
+    plain = weights.head if kind == "bfloat16" else dequantized(weights.head)
+    x = torch.randint(2, (70, arch.hidden_size), generator=generator).mul(2).sub(1)
+    expected = x.double() @ plain.weight.double().T
+    size = plain.weight.double().abs().sum(1)
+    for rows in (x, x[:1], x[:7]):
+        actual = native.logits(rows.float()).double()
+        assert ((actual - expected[: len(rows)]).abs() / size).max() <= 1e-6
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_int8_results_depend_neither_on_threads_nor_on_the_batch(isa: str) -> None:
+    arch = ARCHES["many parts"]
+    weights = make_weights(arch, bias=True, qk_norm=True)
+    inputs = Inputs(arch, 70)
+    expected = run_stages(NativeStages(arch, weights, 1, isa, int8=True), inputs, slice(0, 70))
+    native = NativeStages(arch, weights, 3, isa, int8=True)
+    for rows in (slice(0, 70), slice(3, 4), slice(5, 21)):
+        for whole, part in zip(expected, run_stages(native, inputs, rows), strict=True):
+            assert torch.equal(whole[rows], part)
+
+
+def test_int8_panels_are_those_of_the_codes() -> None:
+    """Also where a group is all zeros, tiny, or holds its largest weight at both ends."""
+    generator = torch.Generator().manual_seed(8)
+    weight = torch.randn((37, 100), generator=generator).bfloat16()
+    weight[3, :32] = 0
+    weight[4, 32:64] *= 1e-9
+    weight[5, 64], weight[5, 65] = -3, 3
+    panels = torch.empty(_native.dense_packed_bytes(Format.INT8, 37, 100), dtype=torch.uint8)
+    _native.dense_pack(
+        threads=2,
+        format=Format.INT8,
+        weight=weight.data_ptr(),
+        size=(37, 100, 1),
+        to=panels.data_ptr(),
+    )
+    assert torch.equal(panels, pack_codes(quantize_int8(weight)).flatten())
+    with pytest.raises(ValueError, match="int4 is packed from its codes only"):
+        _native.dense_pack(threads=1, format=2, weight=64, size=(1, 1, 1), to=64)

@@ -22,6 +22,7 @@ from ..config.cluster import (
     LOAD_FORMATS,
     LOWERINGS,
     MODEL_IMPLS,
+    QUANTIZATIONS,
     TOPOLOGIES,
     TRANSPORTS,
 )
@@ -49,6 +50,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     option(group, "--dtype", "model.dtype", text, choices=DTYPES)
     text = "of the prefill nodes, whose blocks are converted (default: as --dtype)"
     option(group, "--prefill-dtype", "model.prefill_dtype", text, choices=DTYPES)
+    text = "of matrices on CPUs: 8 bits made at load, or as a GGUF file has them (default: none)"
+    option(group, "--quantization", "model.quantization", text, choices=QUANTIZATIONS)
     text = f"form of the weights; auto: what is there (default: {model.load_format})"
     option(group, "--load-format", "model.load_format", text, choices=LOAD_FORMATS)
     text = (

@@ -19,6 +19,7 @@ MOST = 10**9
 MODEL_IMPLS = ("auto", "native", "compiled")
 LOWERINGS = ("eager", "inductor")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
+QUANTIZATIONS = ("int8", "gguf")
 
 
 def _check(where: str, field: str, value: Any, good: bool, allowed: str) -> None:
@@ -59,6 +60,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefill_dtype: str | None = None
     """Type of the prefill nodes' weights, arithmetic and KV cache, one of ``dtype``'s; receivers
     convert their blocks. None: as ``dtype``."""
+    quantization: str | None = None
+    """Of matrices, on CPUs: int8 (8 bits and a scale for each 32 weights, made as they are loaded),
+    gguf (as the GGUF file stores them, where that is Q4_0, Q4_1 or Q8_0). None: as ``dtype``."""
     load_format: str = "auto"
     """auto, safetensors, pt, gguf, or dummy (random weights from a config alone)."""
     model_impl: str = "auto"
@@ -84,6 +88,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _check("model", "dtype", self.dtype, self.dtype in DTYPES, known)
         prefill = self.prefill_dtype
         _check("model", "prefill_dtype", prefill, prefill is None or prefill in DTYPES, known)
+        _check(
+            "model",
+            "quantization",
+            self.quantization,
+            self.quantization is None or self.quantization in QUANTIZATIONS,
+            f"one of {', '.join(QUANTIZATIONS)}",
+        )
         _check(
             "model",
             "load_format",

@@ -27,11 +27,10 @@ class Arena:
         self._bytes = torch.frombuffer(room, dtype=torch.uint8)
         self._at = -self._bytes.data_ptr() % HUGE_PAGE
 
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of ``tensor`` in the arena, contiguous."""
-        end = self._at + tensor.nbytes
+    def room(self, nbytes: int) -> torch.Tensor:
+        """The next ``nbytes`` bytes (uint8), at a multiple of 64."""
+        end = self._at + nbytes
         assert end <= self._bytes.numel(), "the arena was made too small"
-        copy = self._bytes[self._at : end].view(tensor.dtype).view(tensor.shape)
-        copy.copy_(tensor)
+        room = self._bytes[self._at : end]
         self._at = end + -end % _ALIGNMENT
-        return copy
+        return room

@@ -99,12 +99,23 @@ class GGUFFile(WeightSource):
         return tuple(int(n) for n in reversed(self._tensors[_gguf_name(name)].shape))
 
     def load(self, name: str, shape: Shape) -> torch.Tensor:
-        values = self._dequantize(_gguf_name(name))
-        if self.architecture == "llama" and name.endswith((".q_proj.weight", ".q_proj.bias")):
-            values = _unpermute(values, self._heads())
-        if self.architecture == "llama" and name.endswith((".k_proj.weight", ".k_proj.bias")):
-            values = _unpermute(values, self._kv_heads())
+        values = self._in_order(name, self._dequantize(_gguf_name(name)))
         return torch.from_numpy(np.array(values, dtype=np.float32, order="C"))
+
+    def stored(self, name: str) -> tuple[str, npt.NDArray[np.uint8]] | None:
+        """A quantised matrix's type and the bytes of its rows; None for one of numbers."""
+        tensor = self._tensors[_gguf_name(name)]
+        if tensor.data.dtype != np.uint8 or tensor.data.ndim != 2:
+            return None
+        return tensor.tensor_type.name, np.array(self._in_order(name, tensor.data), order="C")
+
+    def _in_order(self, name: str, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Rows as Hugging Face has them."""
+        if self.architecture == "llama" and name.endswith((".q_proj.weight", ".q_proj.bias")):
+            return _unpermute(rows, self._heads())
+        if self.architecture == "llama" and name.endswith((".k_proj.weight", ".k_proj.bias")):
+            return _unpermute(rows, self._kv_heads())
+        return rows
 
     def config(self) -> dict[str, Any]:
         """The file's metadata as a ``config.json``."""
@@ -220,7 +231,7 @@ class GGUFFile(WeightSource):
         return ModelError(f"{self.where}: not a whole GGUF file ({reason}): download it again")
 
 
-def _unpermute(values: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
+def _unpermute(values: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
     """Rows from llama.cpp's order (pairs adjacent) to Hugging Face's (halves of a head)."""
     rest = values.shape[1:]
     pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *rest)

@@ -56,12 +56,16 @@ KNOWN_MODELS = {
 
 def known_folder(name: str, progress: Progress) -> Path:
     """The converted folder of a known model, brought here first if need be."""
-    model, home = KNOWN_MODELS[name], cache_root() / name
-    gguf = home / Path(model.member).name
-    _ensure_file(model, gguf, progress)
-    folder = home / "hf"
+    gguf = known_gguf(name)
+    _ensure_file(KNOWN_MODELS[name], gguf, progress)
+    folder = gguf.parent / "hf"
     convert_gguf(gguf, folder, progress)
     return folder
+
+
+def known_gguf(name: str) -> Path:
+    """Where a known model's file is, once it has been brought here."""
+    return cache_root() / name / Path(KNOWN_MODELS[name].member).name
 
 
 def unknown_model(path: str) -> ModelError:

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from .arch import kv_specs
 from .base import QKV, Carry, DenseHalf, ModelArch, NativeDense, place
-from .linear import Linear, make_linear
+from .linear import Linear
 from .native import LayerWeights, LlamaTable, ModelWeights, NativeStages, native_serves
 from .rope import rope_table
 from .weights import Checkpoint
@@ -46,7 +46,9 @@ class LlamaHalf(DenseHalf):
         self._weights = self._load(checkpoint)
         self._native: NativeStages | None = None
         if native:
-            self._native = NativeStages(arch, self._weights, torch.get_num_threads())
+            self._native = NativeStages(
+                arch, self._weights, torch.get_num_threads(), int8=checkpoint.int8
+            )
             self._weights.layers.clear()  # packed; PyTorch's way is closed from here on
 
     def native(self) -> NativeDense | None:
@@ -130,9 +132,10 @@ class LlamaHalf(DenseHalf):
         embedding = checkpoint.get("model.embed_tokens.weight", vocab)
         layers = [self._load_layer(checkpoint, i) for i in range(arch.num_layers)]
         final_norm = checkpoint.get("model.norm.weight", (arch.hidden_size,))
-        head = embedding if arch.tie_embeddings else checkpoint.get("lm_head.weight", vocab)
-        linear = make_linear(head, packed=self._packed)
-        return ModelWeights(embedding, layers, final_norm, linear)
+        name = "model.embed_tokens.weight" if arch.tie_embeddings else "lm_head.weight"
+        head = embedding if arch.tie_embeddings else checkpoint.get(name, vocab)
+        product = checkpoint.product(name, head, self._packed)
+        return ModelWeights(embedding, layers, final_norm, product)
 
     def _load_layer(self, checkpoint: Checkpoint, index: int) -> LayerWeights:
         arch, at = self.arch, f"model.layers.{index}."

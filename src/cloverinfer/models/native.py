@@ -16,7 +16,7 @@ from .. import _native
 from .arena import Arena
 from .base import QKV, Carry, ModelArch, NativeDense, NativeStep
 from .linear import Linear
-from .packed import format_of, pack
+from .packed import Packing, format_of, pack, packed_bytes
 
 Matrix = tuple[int, int, int]
 """Format, address of the panels, address of the bias or 0."""
@@ -88,7 +88,7 @@ class NativeStages:
         self._layers = arch.num_layers
         self.panels: list[torch.Tensor] = []
         """Of all matrices, in the order in which a step reads them."""
-        matrices = self._pack(arch, weights, int8)
+        matrices = self._pack(arch, weights, Packing(threads, int8))
         self.nbytes = sum(panels.nbytes for panels in self.panels)
         self._native = _native.CpuDense(
             threads=threads,
@@ -171,29 +171,23 @@ class NativeStages:
             self._native.logits(hidden_tc.data_ptr(), len(out), out.data_ptr())
         return out
 
-    def _pack(self, arch: ModelArch, weights: ModelWeights, int8: bool) -> list[Matrix]:
+    def _pack(self, arch: ModelArch, weights: ModelWeights, how: Packing) -> list[Matrix]:
         """Moves the matrices into one arena: four of each layer, then the head."""
         hidden, ffn, q = arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim
         sizes = [(self._shape[0] * arch.head_dim, hidden, 1), (hidden, q, 1)]
         sizes += [(2 * ffn, hidden, 2), (hidden, ffn, 1)]
         wanted = [(m, sizes[j]) for layer in weights.layers for j, m in enumerate(layer.linears)]
         wanted.append((weights.head, (arch.vocab_size, hidden, 1)))
-        formats = [format_of(linear, int8) for linear, _ in wanted]
-        rooms = [
-            folds * _native.dense_packed_bytes(format, outputs // folds, inputs)
-            for format, (_, (outputs, inputs, folds)) in zip(formats, wanted, strict=True)
-        ]
+        rooms = [packed_bytes(linear, folds, how) for linear, (*_, folds) in wanted]
         arena = Arena(sum(rooms), len(rooms))
         matrices = []
-        for format, room, (linear, (outputs, inputs, folds)) in zip(
-            formats, rooms, wanted, strict=True
-        ):
+        for room, (linear, (outputs, inputs, folds)) in zip(rooms, wanted, strict=True):
             assert linear.shape == (outputs, inputs)
-            panels = arena.place(pack(linear, folds, int8))
-            assert panels.nbytes == room
+            panels = arena.room(room)
+            pack(linear, folds, how, panels)
             self.panels.append(panels)
             bias = 0 if linear.bias is None else self._keep(linear.bias, outputs)
-            matrices.append((int(format), panels.data_ptr(), bias))
+            matrices.append((int(format_of(linear, how.int8)), panels.data_ptr(), bias))
         return matrices
 
     def _add(self, arch: ModelArch, layer: LayerWeights, matrices: list[Matrix]) -> None:

@@ -14,6 +14,7 @@ from enum import IntEnum
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
+from .. import _native
 from .linear import Linear
 
 BLOCK = 16
@@ -72,19 +73,6 @@ class QuantizedLinear(Linear):
         self.shape = (codes.codes_oi.shape[0], codes.codes_oi.shape[1])
 
 
-def quantize_int8(weight_oi: torch.Tensor) -> Codes:
-    """The nearest of 255 multiples of a scale, which makes the group's largest weight 127.
-
-    Inputs are filled up with zeros to whole groups.
-    """
-    weight = F.pad(weight_oi.float(), (0, -weight_oi.shape[1] % GROUP))
-    grouped = weight.view(weight.shape[0], -1, GROUP)
-    scales = (grouped.abs().amax(-1) / 127).half()
-    factor = torch.where(scales > 0, 1 / scales.float(), 0.0)
-    codes = grouped.mul(factor[..., None]).round_().clamp_(-127, 127).char()
-    return Codes(Format.INT8, codes.flatten(1), scales, None)
-
-
 def format_of(linear: Linear, int8: bool) -> Format:
     """What ``pack`` makes of a product's weight; ``int8``: quantise one that is not yet."""
     if isinstance(linear, QuantizedLinear):
@@ -92,21 +80,43 @@ def format_of(linear: Linear, int8: bool) -> Format:
     return Format.INT8 if int8 else Format.BFLOAT16
 
 
-def pack(linear: Linear, folds: int, int8: bool) -> torch.Tensor:
-    """The panels ``[panels, bytes]`` (uint8) of a product's weight.
+@dataclass(frozen=True)
+class Packing:
+    """How a half's matrices are packed."""
+
+    threads: int
+    int8: bool = False
+    """Whether to quantise what is not yet."""
+
+
+def packed_bytes(linear: Linear, folds: int, how: Packing) -> int:
+    """Size of ``pack``'s panels."""
+    outputs, inputs = linear.shape
+    format = format_of(linear, how.int8)
+    return folds * _native.dense_packed_bytes(format, outputs // folds, inputs)
+
+
+def pack(linear: Linear, folds: int, how: Packing, to_b: torch.Tensor) -> None:
+    """Writes the panels of a product's weight to ``to_b`` (uint8, ``packed_bytes``).
 
     ``folds``: parts of equal size, one below the other, whose panels are to alternate.
     """
-    if format_of(linear, int8) is Format.BFLOAT16:
-        return _alternating([_pack_plain(part) for part in linear.weight.chunk(folds)])
-    codes = linear.codes if isinstance(linear, QuantizedLinear) else quantize_int8(linear.weight)
-    rows = codes.codes_oi.shape[0] // folds
-    parts = [_rows(codes, at, at + rows) for at in range(0, folds * rows, rows)]
-    return _alternating([_pack_codes(part) for part in parts])
-
-
-def _alternating(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.stack(parts, 1).flatten(0, 1)
+    if isinstance(linear, QuantizedLinear):
+        rows = linear.shape[0] // folds
+        parts = [_rows(linear.codes, at, at + rows) for at in range(0, folds * rows, rows)]
+        panels = torch.stack([pack_codes(part) for part in parts], 1)
+        to_b.copy_(panels.flatten())
+        return
+    assert linear.weight.dtype == torch.bfloat16
+    weight = linear.weight.contiguous()
+    outputs, inputs = linear.shape
+    _native.dense_pack(
+        threads=how.threads,
+        format=format_of(linear, how.int8),
+        weight=weight.data_ptr(),
+        size=(outputs // folds, inputs, folds),
+        to=to_b.data_ptr(),
+    )
 
 
 def _rows(codes: Codes, start: int, stop: int) -> Codes:
@@ -119,20 +129,14 @@ def _rows(codes: Codes, start: int, stop: int) -> Codes:
     )
 
 
-def _whole_panels(rows: torch.Tensor, columns: int = 1) -> torch.Tensor:
-    """With zeros up to multiples of ``BLOCK`` rows and ``columns`` columns."""
-    more = (0, -rows.shape[1] % columns, 0, -rows.shape[0] % BLOCK)
+def _whole_panels(rows: torch.Tensor) -> torch.Tensor:
+    """With zeros up to a multiple of ``BLOCK`` rows."""
+    more = (0, 0, 0, -rows.shape[0] % BLOCK)
     return F.pad(rows, more) if any(more) else rows.contiguous()
 
 
-def _pack_plain(weight_oi: torch.Tensor) -> torch.Tensor:
-    assert weight_oi.dtype == torch.bfloat16
-    whole = _whole_panels(weight_oi, 2)
-    pairs = whole.view(torch.int32).view(-1, BLOCK, whole.shape[1] // 2)
-    return pairs.transpose(1, 2).contiguous().view(torch.uint8).flatten(1)
-
-
-def _pack_codes(codes: Codes) -> torch.Tensor:
+def pack_codes(codes: Codes) -> torch.Tensor:
+    """``[panels, bytes]`` (uint8)."""
     if codes.format is Format.INT8:
         signed = codes.codes_oi
         magnitudes = signed.abs().view(torch.uint8)

@@ -24,7 +24,8 @@ from .base import DenseHalf, ModelArch
 from .cache import Progress, is_whole, silent
 from .compiled import CompiledHalf, Manifest, check_dtype, is_compiled, read_manifest
 from .convert import CONFIG, GENERATION, dtype_file, ensure_dtype, folder_for_gguf
-from .hub import KNOWN_MODELS, known_folder, unknown_model
+from .hub import KNOWN_MODELS, known_folder, known_gguf, unknown_model
+from .native import native_serves
 from .registry import create_half
 from .tokenizer import Tokenizer
 from .weights import (
@@ -55,6 +56,8 @@ class ResolvedModel:
     arch: ModelArch
     dtype: str
     """float32, bfloat16 or float16."""
+    quantization: str | None
+    """int8, gguf or None."""
     load_format: str
     """safetensors, pt, converted (a folder made from a GGUF file), dummy, or compiled (a folder
     that the compiler made)."""
@@ -77,9 +80,9 @@ def resolve_model(config: ModelConfig, progress: Progress | None = None) -> Reso
     folder, load_format = _locate(config, progress)
     if is_compiled(folder):
         return _resolve_compiled(config, folder)
-    dtype = _native_dtype() if config.dtype == "auto" else config.dtype
     arch = _native_arch(config, folder)
-    if load_format == "converted":
+    dtype = _dtype(config, arch)
+    if load_format == "converted" and config.quantization != "gguf":
         ensure_dtype(folder, getattr(torch, dtype), progress)
     if arch is None:
         return _resolve_compiled(config, _compile(config, folder, load_format, dtype, progress))
@@ -88,8 +91,9 @@ def resolve_model(config: ModelConfig, progress: Progress | None = None) -> Reso
         path=folder,
         arch=arch,
         dtype=dtype,
+        quantization=config.quantization,
         load_format=load_format,
-        fingerprint=_fingerprint(asdict(arch), folder, load_format, config.seed),
+        fingerprint=_fingerprint(_described(arch, config), folder, load_format, config.seed),
         max_model_len=_limit(config, arch),
         eos_token_ids=arch.eos_token_ids,
         lowering=config.lowering,
@@ -151,6 +155,8 @@ def compile_source(
 
 def _resolve_compiled(config: ModelConfig, folder: Path) -> ResolvedModel:
     manifest = read_manifest(folder)
+    if config.quantization:
+        raise _not_quantized(config)
     if config.model_impl == "native":
         raise ConfigError(
             f"model.model_impl is native, but {folder} holds a compiled model: give the folder of "
@@ -164,6 +170,7 @@ def _resolve_compiled(config: ModelConfig, folder: Path) -> ResolvedModel:
         path=folder,
         arch=arch,
         dtype=manifest.dtype,
+        quantization=None,
         load_format="compiled",
         fingerprint=manifest.content_hash(),
         max_model_len=_limit(config, arch),
@@ -187,9 +194,44 @@ def load_half(model: ResolvedModel, seed: int = 0) -> DenseHalf:
     if model.load_format == "compiled":
         with torch.inference_mode():
             return CompiledHalf(model.path, model.lowering)
-    checkpoint = Checkpoint(_source(model, seed), getattr(torch, model.dtype))
+    checkpoint = _checkpoint(model, seed)
     with torch.inference_mode():
         return create_half(model.arch, checkpoint, model.max_model_len)
+
+
+def _dtype(config: ModelConfig, arch: ModelArch | None) -> str:
+    """``ConfigError`` where it does not go with the quantisation; ``arch`` None: a compiled one."""
+    if config.quantization is None:
+        return _native_dtype() if config.dtype == "auto" else config.dtype
+    if config.dtype not in ("auto", "bfloat16"):
+        raise ConfigError(
+            f"model.quantization {config.quantization} needs model.dtype bfloat16, "
+            f"not {config.dtype}: leave either out"
+        )
+    if arch is None or arch.family == "opt":
+        raise _not_quantized(config)
+    return "bfloat16"
+
+
+def _not_quantized(config: ModelConfig) -> ConfigError:
+    return ConfigError(
+        f"model.quantization {config.quantization} serves models of Llama's family that are not "
+        f"compiled, which {config.model_path} is not: leave it out"
+    )
+
+
+def _checkpoint(model: ResolvedModel, seed: int) -> Checkpoint:
+    dtype = getattr(torch, model.dtype)
+    if model.quantization and not native_serves(dtype, torch.device("cpu")):
+        raise ModelError(f"model.quantization {model.quantization} needs a CPU with AVX2")
+    if model.quantization != "gguf":
+        return Checkpoint(_source(model, seed), dtype, int8=model.quantization == "int8")
+    from .gguf_codes import GGUFCheckpoint
+    from .gguf_file import GGUFFile
+
+    path = Path(model.name).expanduser()
+    path = path if path.is_file() else known_gguf(model.name)
+    return GGUFCheckpoint(GGUFFile(path), dtype)
 
 
 def load_tokenizer(model: ResolvedModel) -> Tokenizer:
@@ -200,6 +242,8 @@ def load_tokenizer(model: ResolvedModel) -> Tokenizer:
 def _locate(config: ModelConfig, progress: Progress) -> tuple[Path, str]:
     """The folder and how its weights are stored."""
     path, wanted = Path(config.model_path).expanduser(), config.load_format
+    if config.quantization == "gguf" and (path.is_dir() or wanted == "dummy"):
+        raise ModelError(f"{path}: quantization 'gguf' needs a GGUF file's weights")
     if len(config.model_path) > MAX_PATH or "\0" in config.model_path:
         raise unknown_model(config.model_path[:80])
     if path.is_dir():
@@ -274,6 +318,12 @@ def _native_dtype() -> str:
         return "float32"
     flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
     return "bfloat16" if _CPU_BF16_FLAGS & set(flags.split()) else "float32"
+
+
+def _described(arch: ModelArch, config: ModelConfig) -> dict[str, Any]:
+    """Quantised otherwise is another model: its keys and values differ."""
+    described = asdict(arch)
+    return described | {"quantization": config.quantization} if config.quantization else described
 
 
 def _fingerprint(described: dict[str, Any], folder: Path, load_format: str, seed: int) -> str:

@@ -48,9 +48,11 @@ class WeightSource(ABC):
 class Checkpoint:
     """A source's tensors, checked and in ``dtype``: what a dense half is made of."""
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
+    def __init__(self, source: WeightSource, dtype: torch.dtype, int8: bool = False) -> None:
+        """``int8``: matrices are to be quantised by whoever packs them."""
         self.source = source
         self.dtype = dtype
+        self.int8 = int8
 
     def get(self, name: str, shape: Shape) -> torch.Tensor:
         """The tensor ``name``; ``ModelError`` if it is missing or not of ``shape``."""
@@ -65,10 +67,14 @@ class Checkpoint:
             weight = self.get(name + ".weight", (outputs, inputs)).contiguous()
         else:
             weight = self._stack([(n + ".weight", (outputs, inputs)) for n, outputs in parts])
-        together = (
-            self._stack([(n + ".bias", (outputs,)) for n, outputs in parts]) if bias else None
-        )
-        return make_linear(weight, together, packed)
+        return make_linear(weight, self._biases(parts) if bias else None, packed)
+
+    def product(self, name: str, weight: torch.Tensor, packed: bool = True) -> Linear:
+        """A product with ``weight``, which is the tensor ``name`` as ``get`` gave it."""
+        return make_linear(weight, packed=packed)
+
+    def _biases(self, parts: Sequence[tuple[str, int]]) -> torch.Tensor:
+        return self._stack([(name + ".bias", (outputs,)) for name, outputs in parts])
 
     def _stack(self, parts: list[tuple[str, Shape]]) -> torch.Tensor:
         """The tensors one below the other, cast as they are copied."""
