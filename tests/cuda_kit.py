@@ -44,7 +44,7 @@ class FakeStream:
 
     def end(self) -> None:
         self.work.put(None)
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 class FakeDriver(Driver):

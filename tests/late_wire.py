@@ -81,5 +81,5 @@ class LateEndpoint(InprocEndpoint):
     def close(self):
         for work, thread in self._lines.values():
             work.put(None)
-            thread.join(10)
+            thread.join(60)
         super().close()

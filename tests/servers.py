@@ -42,12 +42,12 @@ def serving(catalog: Catalog, settings: ServerConfig | None = None) -> Iterator[
         run._Server.startup = begin  # type: ignore[method-assign]
         for server in servers:
             server.should_exit = True
-        thread.join(15)
+        thread.join(60)
         sock.close()
     assert not thread.is_alive()
 
 
-def wait(until: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait(until: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not until():
         assert time.monotonic() < end

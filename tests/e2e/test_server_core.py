@@ -216,22 +216,27 @@ def running(base):
     return float(value)
 
 
+LEAVES = httpx.Timeout(30, read=1)
+"""Of a client that does not wait for the end of an answer."""
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_is_forgotten_everywhere(base, stream):
     fields = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "n": 2}
-    with contextlib.suppress(httpx.ReadTimeout), httpx.Client(timeout=1) as client:
+    with contextlib.suppress(httpx.ReadTimeout), httpx.Client(timeout=LEAVES) as client:
         request = fields | {"stream": stream}
         with client.stream("POST", f"{base}/v1/completions", json=request) as answer:
             next(answer.iter_lines())
-    deadline = time.monotonic() + 5
-    while running(base) > 0:
+    deadline = time.monotonic() + 60
+    while running(base) > 0 or attention_blocks(base) > 0:  # those of a step that was under way
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    time.sleep(0.3)  # a step that was under way
     before = steps(base, "dense")
     time.sleep(0.3)
     assert steps(base, "dense") == before
+
+
+def attention_blocks(base):
+    """Blocks in use; none where no step is under way."""
     (model,) = httpx.get(f"{base}/v1/cluster").json()["models"]
-    assert all(
-        node["kv_blocks_used"] == 0 for node in model["nodes"] if node["role"] == "attention"
-    )
+    return sum(n["kv_blocks_used"] for n in model["nodes"] if n["role"] == "attention")

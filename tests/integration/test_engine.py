@@ -23,14 +23,16 @@ from cloverinfer.core.errors import (
 )
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
+"""Still under way seconds after its first token, when something happens to it."""
 TOPOLOGIES = ["colocated", "pd", "pda"]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return ModelConfig(
-        model_path=str(make_tiny("llama", tmp_path_factory.mktemp("m"))), dtype="float32"
-    )
+    folder = tmp_path_factory.mktemp("m")
+    path = make_tiny("llama", folder, max_position_embeddings=4096)
+    return ModelConfig(model_path=str(path), dtype="float32")
 
 
 @pytest.fixture(params=TOPOLOGIES)
@@ -208,8 +210,7 @@ def test_close_ends_requests_under_way(model):
     llm = AsyncLLM(
         model, ClusterConfig(topology="pda", executor="local", cache=CacheConfig(num_blocks=64))
     )
-    long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-    stream = llm.stream_sync([1, 2], long)
+    stream = llm.stream_sync([1, 2], LONG)
     next(stream)
     closer = threading.Thread(target=llm.close)
     closer.start()
@@ -230,8 +231,7 @@ def leftovers():
 def test_a_dead_node_fails_its_requests_and_hangs_nobody(model):
     with LLM(model, topology="pda", executor="process", num_blocks=64) as llm:
         rows = {row["role"]: row for row in llm.engine.nodes()}
-        long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-        stream = llm.engine.stream_sync([1, 2], long)
+        stream = llm.engine.stream_sync([1, 2], LONG)
         next(stream)
         os.kill(rows["attention"]["pid"], signal.SIGKILL)
         chunks = list(stream)
@@ -256,11 +256,10 @@ def test_with_another_of_its_role_a_dead_node_is_done_without(model):
 
 
 def test_a_death_under_load_ends_only_what_lived_there(model):
-    fields = {"topology": "pda", "executor": "process", "num_attention_nodes": 2, "num_blocks": 64}
-    long = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    fields = {"topology": "pda", "executor": "process", "num_attention_nodes": 2, "num_blocks": 128}
     with LLM(model, **fields) as llm:
         pid = next(r["pid"] for r in llm.engine.nodes() if r["name"] == "attention-0")
-        streams = [llm.engine.stream_sync([1 + i], long) for i in range(4)]
+        streams = [llm.engine.stream_sync([1 + i], LONG) for i in range(4)]
         for stream in streams:
             next(stream)
         os.kill(pid, signal.SIGKILL)
@@ -320,7 +319,7 @@ def test_names_of_requests_are_strings_and_do_not_collide(llm):
     assert [len(done.token_ids) for done in llm.generate([[1], [2], [3]], GREEDY)] == [8, 8, 8]
 
 
-def wait_until(true, seconds=10):
+def wait_until(true, seconds=60):
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline

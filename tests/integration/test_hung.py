@@ -23,7 +23,7 @@ POOL = {"num_blocks": 20, "block_size": 8, "step_timeout": STEP_TIMEOUT}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    path = make_tiny("llama", tmp_path_factory.mktemp("m"))
+    path = make_tiny("llama", tmp_path_factory.mktemp("m"), max_position_embeddings=8192)
     return ModelConfig(model_path=str(path), dtype="float32")
 
 
@@ -97,8 +97,8 @@ def test_a_stopped_prefill_process_is_ended_before_its_blocks_are_reused(
 
 def test_a_stopped_attention_process_is_ended_and_the_other_serves(model, fences):
     fields = {"topology": "pda", "executor": "process", "num_attention_nodes": 2}
-    with LLM(model, **fields, **POOL) as llm:
-        long = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    with LLM(model, **fields, **(POOL | {"num_blocks": 1000})) as llm:
+        long = SamplingParams(max_tokens=6000, temperature=0.0, ignore_eos=True)
         streams = [llm.engine.stream_sync([1 + i] * 9, long) for i in range(2)]
         for stream in streams:
             next(stream)

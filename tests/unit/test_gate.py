@@ -38,10 +38,10 @@ def test_a_waiter_comes_before_who_held_it_last():
     with gate:
         thread = threading.Thread(target=waiter)
         thread.start()
-        waiting.wait(10)
+        waiting.wait(60)
         while not gate.native.waiting:
             time.sleep(0.001)
     with gate:
         order.append("holder")
-    thread.join(10)
+    thread.join(60)
     assert order == ["waiter", "holder"]

@@ -53,7 +53,7 @@ def run(sender, pushes, layers=3):
     for layer in range(layers):
         sender.layer(pushes, layer)
     pushes.seal()
-    assert pushes.made or sender.made.wait(10)
+    assert pushes.made or sender.made.wait(60)
     assert pushes.made
 
 

@@ -116,7 +116,7 @@ def test_a_body_past_the_limit_is_refused_while_it_is_read(engine: Any) -> None:
 def test_a_body_that_does_not_come_is_not_waited_for(engine: Any) -> None:
     with serving(Catalog.single(engine, "m"), ServerConfig(body_timeout=0.2)) as (base, _):
         address = ("127.0.0.1", int(base.rpartition(":")[2]))
-        with socket.create_connection(address, timeout=10) as slow:
+        with socket.create_connection(address, timeout=60) as slow:
             slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
             assert slow.recv(100).startswith(b"HTTP/1.1 408 ")
             while slow.recv(1000):

@@ -23,7 +23,7 @@ def base(engine: Any) -> Iterator[str]:
 
 def connect(base: str) -> socket.socket:
     url = httpx.URL(base)
-    return socket.create_connection((url.host, url.port), timeout=10)
+    return socket.create_connection((url.host, url.port), timeout=60)
 
 
 def read_all(sock: socket.socket) -> bytes:

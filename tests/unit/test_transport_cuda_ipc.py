@@ -334,7 +334,7 @@ def test_ticket_of_a_device_that_hangs_ends_in_time(make_fake: Make, fake: FakeD
     way = DeviceWay(make_fake, fake)
     with fake.held():
         ticket = way.a.put(way.whole, rows((0, 0)), 5, timeout=0.1)
-        finish(way.a, ticket, timeout=5.0)
+        finish(way.a, ticket)
     assert isinstance(ticket.error, DeadlineError)
     assert not way.a.poll(0.1).tickets  # told once
 
@@ -344,7 +344,7 @@ def test_ticket_of_a_device_that_fails_says_why(make_fake: Make, fake: FakeDrive
     fake.going.clear()
     fake.broken = True
     ticket = way.a.put(way.whole, rows((0, 0)), 5)
-    finish(way.a, ticket, timeout=5.0)
+    finish(way.a, ticket)
     assert "illegal memory access" in str(ticket.error)
     fake.broken = False
     fake.going.set()

@@ -280,11 +280,15 @@ def test_answers_that_make_no_sense_end_the_link(
     serves(a)
 
 
+BEGUN = 1.0
+"""Seconds in which some of a put is on its way, whatever else the machine does."""
+
+
 def test_deadline_of_a_put_to_a_receiver_that_stalls(make: Make, listener: StrangeListener) -> None:
     """It fails by itself; so does what waits behind it; and the connection is gone."""
     a = make(tcp_streams=2)
     _, ranges = ranges_to(a, listener.address, 64 << 20)
-    first = a.put(ranges, rows((0, 0)), 1, timeout=0.3)
+    first = a.put(ranges, rows((0, 0)), 1, timeout=BEGUN)
     second = a.put(ranges, rows((0, 0)), 2, timeout=PATIENCE)
     finish(a, first, second)
     assert isinstance(first.error, DeadlineError)
@@ -302,7 +306,7 @@ def test_what_a_failed_put_left_in_sockets_is_thrown_away(
 ) -> None:
     a = make(tcp_streams=2)
     _, ranges = ranges_to(a, listener.address, 64 << 20)
-    ticket = a.put(ranges, rows((0, 0)), 1, timeout=0.3)
+    ticket = a.put(ranges, rows((0, 0)), 1, timeout=BEGUN)
     finish(a, ticket)
     assert isinstance(ticket.error, DeadlineError)
     for sock in listener.sockets:
