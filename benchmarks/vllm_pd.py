@@ -9,7 +9,9 @@ environment. Pairs run one after the other, so that each has the machine to itse
 from __future__ import annotations
 
 import random
+import signal
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 
@@ -72,6 +74,7 @@ def main() -> None:
         return
     if args.quick:
         args.transports, args.prompts, args.no_nixl = args.transports[:1], 2, True
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the servers end with this
     print(describe_run(1))
     draw = random.Random(0)
     prompts = [
