@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from tests.vllm_kit import FakeEngine, until
 
+from cloverinfer.core.errors import TransportError
+from cloverinfer.transport import shm
+
 
 @pytest.fixture
 def engines():
@@ -36,6 +39,19 @@ def test_a_prompt_arrives_whole(engines, transport, tokens, chunk):
     decode.until_loaded("d")
     prefill.until_sent("p")
     assert decode.holds("d", 0, tokens)
+    assert decode.bad == set()
+
+
+def test_where_memory_cannot_be_reached_another_wire_serves(engines, monkeypatch):
+    def denied(page, pid):
+        raise TransportError("the kernel says no")
+
+    monkeypatch.setattr(shm._native, "may_write", denied)
+    prefill, decode = engines("prefill", transport="auto"), engines("decode", transport="auto")
+    decode.wait_for_remote("d", 50, "t")
+    prefill.prefill("p", 50, params(decode))
+    decode.until_loaded("d")
+    assert decode.holds("d", 0, 50)
     assert decode.bad == set()
 
 
