@@ -6,6 +6,7 @@
 # test-rdma  the tests of the rdma transport, on this host's card or in an emulated machine
 # test-models  every architecture that the compiler is tested with
 # test-gpu   the tests that need a CUDA device
+# test-deploy  deploy over ssh against three hosts made of namespaces (needs root and sshd)
 # test-clients  clients of others, unmodified, in environments of their own (minutes the first time)
 # test-vllm  the vLLM connector between real vLLM servers, with vLLM in build/vllm (minutes, 3.4 GB)
 # bench   quick benchmarks      clean  removes what was built (.venv with it)
@@ -24,7 +25,7 @@ BUILD_REQUIREMENTS := scikit-build-core pybind11 cmake ninja
 NATIVE := CMakeLists.txt $(shell find csrc -type f)
 TIERS := $(foreach tier,unit contract kernels integration e2e,$(wildcard tests/$(tier)))
 
-.PHONY: setup run test test-large test-nixl test-vllm rdma-vm test-rdma test-gpu test-models lint \
+.PHONY: setup run test test-large test-nixl test-vllm rdma-vm test-rdma test-gpu test-models test-deploy lint \
   bench clean format check-resolve
 
 setup: $(VENV)/.native
@@ -102,6 +103,11 @@ test-clients: setup
 test-vllm: setup
 	@tools/make_vllm.sh $(BIN)/python build/vllm
 	@$(BIN)/python -m pytest -m vllm tests/integration/vllm
+
+test-deploy: setup
+	@[ -x /usr/sbin/sshd ] || { apt-get update -qq && apt-get install -y -qq openssh-server; } \
+	  || { echo "error: install openssh-server" >&2; exit 1; }
+	@$(BIN)/python -m pytest tests/deploy
 
 # On a host with a device: what is skipped elsewhere.
 test-gpu: setup

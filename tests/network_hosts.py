@@ -26,14 +26,14 @@ class Host:
     def end_processes(self) -> None:
         """Kills all that runs there, and waits for its end."""
         deadline = time.monotonic() + 30.0
-        while pids := self._pids():
+        while pids := self.pids():
             assert time.monotonic() < deadline, f"{pids} do not end"
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
 
-    def _pids(self) -> list[int]:
+    def pids(self) -> list[int]:
         listing = subprocess.run(
             ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, timeout=30
         )

@@ -92,6 +92,9 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     option(group, "--threads", "cluster.threads", text, int)
     text = f"seconds that the nodes may take to start (default: {cluster.start_timeout:g})"
     option(group, "--start-timeout", "cluster.start_timeout", text, float)
+    text = "seconds to wait for the hosts of a Ray cluster to offer room for all nodes "
+    text += f"(default: {cluster.room_timeout:g})"
+    option(group, "--room-timeout", "cluster.room_timeout", text, float)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:

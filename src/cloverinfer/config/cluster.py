@@ -204,6 +204,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """auto (without Python where model, backend and transport offer it) or python, to compare."""
     start_timeout: float = 300.0
     """Seconds that all nodes together may take to start."""
+    room_timeout: float = 0.0
+    """Seconds to wait for the hosts of a Ray cluster to offer room for all nodes; 0: no waiting,
+    and nodes run beside this process where no host offers any."""
     cache: CacheConfig = msgspec.field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)
     network: NetworkConfig = msgspec.field(default_factory=NetworkConfig)
@@ -224,6 +227,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             _int_at_least("cluster", self, 1, "threads")
             _check("cluster", "threads", self.threads, self.threads <= 4096, "at most 4096")
         _positive("cluster", self, "start_timeout")
+        wait = self.room_timeout
+        good = isinstance(wait, (int, float)) and not isinstance(wait, bool) and 0 <= wait <= MOST
+        _check("cluster", "room_timeout", wait, good, f"a number from 0 to {MOST}")
         _check(
             "cluster",
             "transport",

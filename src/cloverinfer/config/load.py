@@ -14,18 +14,18 @@ import difflib
 import math
 import os
 import typing
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import yaml
 
 from ..core.errors import ConfigError
 from .cluster import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig
 from .network import NetworkConfig
 from .orchestrator import OrchestratorConfig
 from .server import ChatConfig, ServerConfig
+from .yaml_file import read_yaml
 
 PREFIX = "CLOVER_"
 NO_SETTINGS = frozenset({"CLOVER_CACHE", "CLOVER_LOG_LEVEL"})
@@ -198,17 +198,7 @@ def check_node_counts(topology: str, given: Mapping[str, str]) -> None:
 
 def _read_file(path: Path) -> tuple[Settings, list[Any]]:
     """Its sections, and the entries of its list of models."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"cannot read the configuration file {path}: {reason}") from error
-    try:
-        data = yaml.load(text, Loader=_UniqueKeys)
-    except (yaml.YAMLError, TypeError, RecursionError) as error:
-        # TypeError: a list or a mapping as a key; RecursionError: nested without end.
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{path} is not valid YAML: {reason}") from error
+    data = read_yaml(path)
     if data is None:
         return {}, []
     if not isinstance(data, dict):
@@ -228,20 +218,6 @@ def _check_sections(where: str, data: Mapping[Any, Any]) -> Settings:
             raise ConfigError(f"{where}: section {section} must hold keys, not {fields!r}")
         sections[section] = fields or {}
     return sections
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping, where YAML would take the last."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key_node.value!r} stands twice", key_node.start_mark
-                )
-            seen.add(key_node.value if isinstance(key_node.value, str) else id(key_node))
-        return super().construct_mapping(node, deep)
 
 
 def _merge(into: _Sourced, settings: Settings, source: str) -> None:

@@ -97,7 +97,7 @@ class Cluster:
     def _place(self, progress: Callable[[str], None]) -> Placement:
         """Where the nodes will run; the transport is chosen by it."""
         names = node_names(self.config)
-        placement = self._executor.place(names, self.config.start_timeout, progress)
+        placement = self._executor.place(names, self.config.room_timeout, progress)
         self.choice = choose_transport(self.config, placement)
         self.config = msgspec.structs.replace(self.config, transport=self.choice.transport)
         return placement

@@ -34,6 +34,8 @@ from .base import STOP_SECONDS, Progress
 _RESOURCE = "clover_"
 _KNOCK = 10.0
 """Seconds in which the head of a Ray cluster must take a connection."""
+_LOOK = 0.5
+"""Seconds between looks at the hosts that have joined."""
 _PATIENCE = 30.0
 """Seconds in which room must be free: an engine that has just ended may still hold it."""
 
@@ -90,33 +92,25 @@ class RayHosts:
             _temp_dir=self._folder,
         )
 
-    def reserve(self, names: Mapping[str, Sequence[str]], timeout: float) -> dict[str, Any]:
-        """Actor options that put every node, whose names are given by role, where there is room."""
-        wanted = Counter({f"{_RESOURCE}{role}": len(of_role) for role, of_role in names.items()})
-        room = _room()
-        if not room:
-            here = NodeAffinitySchedulingStrategy(
-                ray.get_runtime_context().get_node_id(), soft=False
-            )
-            return {
-                name: {"scheduling_strategy": here}
-                for of_role in names.values()
-                for name in of_role
-            }
-        for resource, count in wanted.items():
-            if room[resource] < count:
-                raise NodeStartError(
-                    f"the hosts of the Ray cluster have room for {room[resource]:g} "
-                    f"{resource.removeprefix(_RESOURCE)} nodes, not {count}: start Ray on more of "
-                    f"them with --resources='{{\"{resource}\": 1}}'"
-                )
+    def reserve(
+        self, names: Mapping[str, Sequence[str]], room_timeout: float, progress: Progress
+    ) -> dict[str, Any]:
+        """Actor options that put every node, whose names are given by role, where there is room.
+
+        Waits ``room_timeout`` seconds for hosts to join; 0: takes the cluster as it is.
+        """
         places = [(name, f"{_RESOURCE}{role}") for role in names for name in names[role]]
+        wanted = Counter(resource for _, resource in places)
+        if not _room() and not room_timeout:
+            own = ray.get_runtime_context().get_node_id()
+            here = NodeAffinitySchedulingStrategy(own, soft=False)
+            return {name: {"scheduling_strategy": here} for name, _ in places}
+        _await_room(wanted, room_timeout, progress)
         self._group = placement_group([{resource: 1} for _, resource in places], strategy="SPREAD")
-        patience = min(timeout, _PATIENCE)
-        if not self._group.wait(patience):
+        if not self._group.wait(_PATIENCE):
             raise NodeStartError(
                 "the room for nodes on the hosts of the Ray cluster was not free within "
-                f"{patience:g} s: another engine may hold it"
+                f"{_PATIENCE:g} s: another engine may hold it"
             )
         return {
             name: {
@@ -156,6 +150,29 @@ def _knock(address: str) -> None:
 def own_address() -> str:
     """Of this process's host, as Ray knows it."""
     return str(ray.util.get_node_ip_address())
+
+
+def _await_room(wanted: Mapping[str, int], timeout: float, progress: Progress) -> None:
+    deadline = time.monotonic() + timeout
+    told = ""
+    while True:
+        room = _room()
+        lacks = [resource for resource, count in wanted.items() if room[resource] < count]
+        if not lacks:
+            return
+        first = lacks[0]
+        reason = (
+            f"the hosts of the Ray cluster have room for {room[first]:g} "
+            f"{first.removeprefix(_RESOURCE)} nodes, not {wanted[first]}"
+        )
+        if time.monotonic() >= deadline:
+            raise NodeStartError(
+                f"{reason}: start Ray on more of them with --resources='{{\"{first}\": 1}}'"
+            )
+        if reason != told:
+            progress(f"{reason} yet")
+        told = reason
+        time.sleep(_LOOK)
 
 
 def _room() -> Counter[str]:

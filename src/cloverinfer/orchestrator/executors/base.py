@@ -22,12 +22,12 @@ STOP_SECONDS = 10.0
 class Executor(ABC):
     @abstractmethod
     def place(
-        self, names: Mapping[str, Sequence[str]], timeout: float, progress: Progress
+        self, names: Mapping[str, Sequence[str]], room_timeout: float, progress: Progress
     ) -> Placement:
         """Where the nodes, whose names are given by role, will run; called once, before ``start``.
 
-        ``NodeStartError`` where there is no room for one, or it is not known within ``timeout``
-        seconds. ``stop`` frees what this took.
+        Waits ``room_timeout`` seconds for hosts to offer room (``ClusterConfig``), then raises
+        ``NodeStartError``. ``stop`` frees what this took.
         """
 
     @abstractmethod

@@ -31,7 +31,7 @@ class LocalExecutor(Executor):
         self._stopping = threading.Event()
 
     def place(
-        self, names: Mapping[str, Sequence[str]], timeout: float, progress: Progress
+        self, names: Mapping[str, Sequence[str]], room_timeout: float, progress: Progress
     ) -> Placement:
         return on_this_host(chain(*names.values()), one_process=True)
 

@@ -47,7 +47,7 @@ class ProcessExecutor(Executor):
         self._stopping = threading.Event()
 
     def place(
-        self, names: Mapping[str, Sequence[str]], timeout: float, progress: Progress
+        self, names: Mapping[str, Sequence[str]], room_timeout: float, progress: Progress
     ) -> Placement:
         return on_this_host(chain(*names.values()))
 

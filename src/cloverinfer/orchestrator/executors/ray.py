@@ -33,6 +33,8 @@ from .base import STOP_SECONDS, Executor, OnDeath, Progress
 from .process import SPIN_COUNT
 
 log = logging.getLogger(__name__)
+_PLACE_SECONDS = 120.0
+"""How long Ray may take to start a process on every host."""
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=3)
@@ -81,15 +83,15 @@ class RayExecutor(Executor):
         self._stopping = threading.Event()
 
     def place(
-        self, names: Mapping[str, Sequence[str]], timeout: float, progress: Progress
+        self, names: Mapping[str, Sequence[str]], room_timeout: float, progress: Progress
     ) -> Placement:
-        deadline = time.monotonic() + timeout
         self._hosts.connect(progress)
-        for name, options in self._hosts.reserve(names, timeout).items():
+        for name, options in self._hosts.reserve(names, room_timeout, progress).items():
             env = {"env_vars": {"GOMP_SPINCOUNT": SPIN_COUNT}}
             self._actors[name] = NodeActor.options(**options, runtime_env=env).remote()
         asked = {actor.place.remote(name).future(): name for name, actor in self._actors.items()}
-        told = _gather(asked, deadline, f"be placed within {timeout:g} s")
+        deadline = time.monotonic() + _PLACE_SECONDS
+        told = _gather(asked, deadline, f"answer from its host within {_PLACE_SECONDS:g} s")
         address = own_address() if self._hosts.several else ""
         own = Place(offer("scheduler"), usable_cores(), address)
         places = {}

@@ -1,0 +1,1 @@
+"""Installs, runs and stops a cluster on hosts that are reached over ssh. Knows no model."""

@@ -1,0 +1,58 @@
+"""What hosts are given: the package as a wheel, and pins of what it needs as they are here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from ..core.errors import ConfigError
+
+_SELF = "cloverinfer"
+
+
+def pins() -> str:
+    """A requirements file: every package that this one needs, at the version installed here."""
+    found: dict[str, str] = {}
+    waiting = [_SELF]
+    while waiting:
+        for requirement in importlib.metadata.requires(waiting.pop()) or []:
+            need = Requirement(requirement)
+            name = need.name.lower().replace("_", "-")
+            if name in found or (need.marker and not need.marker.evaluate({"extra": ""})):
+                continue
+            try:
+                version = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue  # only of another platform or interpreter
+            found[name] = version.partition("+")[0]  # a build for this host's devices
+            waiting.append(name)
+    return "".join(f"{name}=={version}\n" for name, version in sorted(found.items()))
+
+
+def wheel(given: str | None, folder: Path) -> Path:
+    """The given file, or one built into ``folder`` from the source tree of this package."""
+    if given is not None:
+        file = Path(given).expanduser()
+        if file.suffix != ".whl" or not file.is_file():
+            raise ConfigError(f"wheel: {file} is no wheel: build one with pip wheel --no-deps")
+        return file
+    source = Path(__file__).parents[3]
+    if not (source / "pyproject.toml").is_file():
+        raise ConfigError(
+            "this package was not installed from a source tree: name the file to push by wheel in "
+            "the inventory"
+        )
+    before = set(folder.glob("*.whl"))
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder)]
+    if importlib.util.find_spec("scikit_build_core") is not None:
+        command.append("--no-build-isolation")
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"the wheel cannot be built: {done.stderr.strip().splitlines()[-1]}")
+    built = [file for file in folder.glob("*.whl") if file not in before] or list(before)
+    return max(built, key=lambda file: file.stat().st_mtime)

@@ -1,0 +1,182 @@
+"""The inventory and what is said of hosts; runs without any host."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cloverinfer.core.errors import ConfigError
+from cloverinfer.deploy import native, services
+from cloverinfer.deploy.fleet import Fleet, FleetError
+from cloverinfer.deploy.inventory import Inventory, load_inventory
+from cloverinfer.deploy.packages import pins
+from cloverinfer.deploy.remote import HostError, Remote, explain
+
+GOOD = """
+hosts:
+  - {name: gate, address: 192.0.2.1, roles: [prefill, prefill]}
+  - {name: other, address: 192.0.2.2, roles: [dense, attention]}
+settings:
+  model: {model_path: small}
+"""
+
+
+def load(folder: Path, text: str, env: str | None = None) -> Inventory:
+    (folder / "cluster.yaml").write_text(text)
+    if env is None:
+        return load_inventory(folder / "cluster.yaml")
+    (folder / ".env").write_text(env)
+    return load_inventory(folder / "cluster.yaml", folder / ".env")
+
+
+def test_room_is_the_sum_over_hosts(tmp_path: Path) -> None:
+    inventory = load(tmp_path, GOOD)
+    assert (inventory.room("prefill"), inventory.room("attention")) == (2, 1)
+    pda = {"prefill": 2, "dense": 1, "attention": 1}
+    assert native.topology_of(inventory, pda) == "pda"
+    with pytest.raises(ConfigError, match="room for 0 decode nodes, not 1"):
+        native.topology_of(inventory, {"prefill": 1, "decode": 1})
+    with pytest.raises(ConfigError, match="1 or more, not 0"):
+        native.topology_of(inventory, pda | {"prefill": 0})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("hosts: []", "at least one"),
+        ("", "Expected `object`"),
+        ("hosts: [{name: a, address: 192.0.2.1, rolls: []}]", "unknown field `rolls`"),
+        ("hosts: [{name: a, address: 192.0.2.1, roles: [pre]}]", "the role 'pre'; known are"),
+        ("hosts: [{name: a b, address: 192.0.2.1}]", "plain name"),
+        ("hosts: [{name: a, address: -oProxyCommand=x}]", "plain name and an address"),
+        ("hosts: [{name: a, address: h}, {name: a, address: i}]", "two hosts have the name 'a'"),
+        ("hosts: [{name: a, address: h}, {name: b, address: h}]", "the address 'h'"),
+        ("hosts: [{name: a, address: h}]\nmode: other", "mode must be one of"),
+        ("hosts: [{name: a, address: h}]\nfolder: /", "folder must be one of its own"),
+        ("hosts: [{name: a, address: h}]\nsettings: {modell: {}}", "settings: unknown section"),
+        ("hosts: [{name: a, address: h}]\nsettings: {model: {dtype: int3}}", "model.dtype must be"),
+    ],
+)
+def test_what_is_wrong_with_an_inventory_is_told(tmp_path: Path, wrong: str, told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, wrong)
+    assert told in str(error.value)
+    assert "cluster.yaml" in str(error.value)
+
+
+def test_familiar_names_become_settings_and_the_rest_environment(tmp_path: Path) -> None:
+    env = "# ours\nMODEL_NAME='big one'\nexport MAX_MODEL_LEN=512 # tokens\n\nHF_HOME=/data\n"
+    inventory = load(tmp_path, GOOD, env + "GPU_MEMORY_UTILIZATION=0.5\n")
+    assert inventory.settings == {"model": {"model_path": "big one", "max_model_len": 512}}
+    assert inventory.environment == {"HF_HOME": "/data"}
+    assert inventory.gpu_memory_utilization == 0.5
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        ("MODEL_NAME", r"\.env:1: must be NAME=value"),
+        ("A=1\nB = 2", r"\.env:2: must be NAME=value"),
+        ("A='1", r"\.env:1: No closing quotation"),
+        ("GPU_MEMORY_UTILIZATION=90", "above 0, at most 1"),
+        ("MAX_MODEL_LEN=long", "max_model_len must be"),
+    ],
+)
+def test_what_is_wrong_with_an_env_file_is_told(tmp_path: Path, env: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load(tmp_path, GOOD, env)
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "told"),
+    [
+        (255, "clv@h: Permission denied (publickey).", "refuses the key"),
+        (255, "ssh: connect to host h port 22: Connection refused", "nothing listens"),
+        (255, "ssh: connect to host h port 22: Connection timed out", "does not answer"),
+        (255, "client_loop: send disconnect: Broken pipe", "run the command again"),
+        (3, "noise\nclover: the reason\n", "the reason"),
+        (1, "OSError: [Errno 28] No space left on device", "its disk is full"),
+        (2, "", "exit status 2"),
+    ],
+)
+def test_what_failed_is_one_line_with_what_to_do(status: int, said: str, told: str) -> None:
+    assert told in explain(status, said)
+    assert "\n" not in explain(status, said)
+
+
+def test_one_host_fails_and_the_others_go_on(tmp_path: Path) -> None:
+    out = io.StringIO()
+    fleet = Fleet(load(tmp_path, GOOD), tmp_path / "logs", out=out)
+
+    def step(remote: Remote) -> str:
+        if remote.host.name == "gate":
+            raise HostError("broken: mend it")
+        return "done"
+
+    with pytest.raises(FleetError, match="try failed on gate; the other hosts are unharmed"):
+        fleet.on_all("try", step)
+    assert "FAIL gate: broken: mend it" in out.getvalue()
+    assert "ok   other: done" in out.getvalue()
+
+
+def test_every_package_of_the_environment_is_pinned() -> None:
+    lines = pins().splitlines()
+    names = {line.partition("==")[0] for line in lines}
+    assert {"torch", "msgspec", "ray", "packaging", "click"} <= names
+    assert "cloverinfer" not in names
+    assert "pytest" not in names
+    assert not any("+" in line for line in lines)
+
+
+def test_a_service_runs_once_is_found_and_ends_with_its_children(tmp_path: Path) -> None:
+    def sh(script: str) -> str:
+        text = f'set -eu\nfail() {{ echo "clover: $*" >&2; exit 3; }}\n{script}'
+        done = subprocess.run(
+            ["sh", "-s"], input=text, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    sleeper = ["sh", "-c", 'echo "$COLOUR"; sleep 1000 & sleep 1000']
+    (tmp_path / "run").mkdir()
+    (tmp_path / services.ENV_FILE).write_text("COLOUR='deep green'\n")
+    try:
+        assert "one started" in sh(services.start("one", sleeper))
+        assert "one runs already" in sh(services.start("one", sleeper))
+        wait_for(lambda: sh(services.running(["one", "two"])) == "one 3\ntwo 0\n")
+        assert (tmp_path / "log/one.log").read_text() == "deep green\n"
+    finally:
+        assert sh(services.stop(["two", "one"])) == "one ended\n"
+    assert sh(services.running(["one"])) == "one 0\n"
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_scripts_call_the_command(tmp_path: Path) -> None:
+    command = tmp_path / "cloverinfer"
+    command.write_text('#!/bin/sh\necho "$@"\n')
+    command.chmod(0o755)
+    folder = Path(__file__).parents[2] / "scripts"
+    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    expected = {
+        "install_all_nodes.sh": "deploy install 1 2",
+        "smart_deploy.sh": "deploy push 1 2",
+        "smart_run.sh": "deploy run 1 2",
+        "smart_stop.sh": "deploy stop 1 2",
+    }
+    for name, words in expected.items():
+        done = subprocess.run(
+            [str(folder / name), "1", "2"], env=environ, capture_output=True, text=True, timeout=30
+        )
+        assert done.stdout.strip() == words
