@@ -25,8 +25,8 @@ BUILD_REQUIREMENTS := scikit-build-core pybind11 cmake ninja
 NATIVE := CMakeLists.txt $(shell find csrc -type f)
 TIERS := $(foreach tier,unit contract kernels integration e2e,$(wildcard tests/$(tier)))
 
-.PHONY: setup run test test-large test-nixl test-vllm rdma-vm test-rdma test-gpu test-models test-deploy lint \
-  bench clean format check-resolve
+.PHONY: setup run test test-large test-nixl test-vllm rdma-vm test-rdma test-gpu test-models \
+  test-deploy lint bench clean format check-resolve
 
 setup: $(VENV)/.native
 

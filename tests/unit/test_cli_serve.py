@@ -23,13 +23,12 @@ FLAGS = [
     "--block-size", "--body-timeout", "--chat-template", "--checksum", "--config", "--dense",
     "--disable-log-requests", "--dtype", "--enable-auto-tool-choice", "--enable-chunked-prefill",
     "--enable-prefix-caching", "--executor", "--gpu-memory-utilization", "--help", "--host",
-    "--load-format", "--max-body-mib", "--max-model-len", "--max-num-batched-tokens",
-    "--max-num-seqs", "--max-queue", "--memory-gib", "--model", "--num-blocks",
+    "--load-format", "--lowering", "--max-body-mib", "--max-model-len", "--max-num-batched-tokens",
+    "--max-num-seqs", "--max-queue", "--memory-gib", "--model", "--model-impl", "--num-blocks",
     "--num-wavefronts", "--port", "--prefill", "--prefill-block-size", "--prefill-dtype",
-    "--queue-timeout", "--quiet", "--room-timeout", "--root-path", "--seed",
-    "--served-model-name",
-    "--shutdown-timeout", "--ssl-certfile", "--ssl-keyfile", "--staging-mib", "--start-timeout",
-    "--step-timeout", "--tcp-streams", "--threads", "--tool-call-parser",
+    "--quantization", "--queue-timeout", "--quiet", "--room-timeout", "--root-path", "--seed",
+    "--served-model-name", "--shutdown-timeout", "--ssl-certfile", "--ssl-keyfile", "--staging-mib",
+    "--start-timeout", "--step-timeout", "--tcp-streams", "--threads", "--tool-call-parser",
     "--topology", "--transport", "--uvicorn-log-level",
 ]  # fmt: skip
 """Frozen: scripts depend on them. Add a flag here when you add it there; never take one away."""
