@@ -121,6 +121,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/config_reference.py --check
 	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' \
 	  | xargs --no-run-if-empty $(BIN)/clang-format --dry-run -Werror
 
