@@ -139,6 +139,11 @@ bool QueuePair::post_receive(ibv_recv_wr* first) {
   return ibv_post_recv(qp_.get(), first, &bad) == 0;
 }
 
+bool QueuePair::post_raw(ibv_send_wr* first) {
+  ibv_send_wr* bad = nullptr;
+  return ibv_post_send(qp_.get(), first, &bad) == 0;
+}
+
 ibv_send_wr* Batch::next(const Local& local, bool signal) {
   if (count_ == kMost) flush();
   const int room = qp_->room();
@@ -176,10 +181,7 @@ void Batch::send(const Local& local, bool last, bool signal) {
 }
 
 bool Batch::flush() {
-  if (count_ > 0) {
-    ibv_send_wr* bad = nullptr;
-    if (ibv_post_send(qp_->qp_.get(), requests_.data(), &bad) != 0) good_ = false;
-  }
+  if (count_ > 0 && !qp_->post_raw(requests_.data())) good_ = false;
   count_ = 0;
   return good_;
 }

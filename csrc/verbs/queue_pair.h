@@ -45,6 +45,8 @@ class QueuePair {
   void complete(uint64_t wr_id) { completed_ = wr_id & kNumberMask; }
 
   bool post_receive(ibv_recv_wr* first);
+  // Past the count of requests and past Batch, for who keeps a count of their own.
+  bool post_raw(ibv_send_wr* first);
 
  private:
   friend class Batch;

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..config.network import NetworkConfig
 from .cuda import cuda_findings
+from .rdma import direct_paths, exported_memory
 from .report import FAIL, NOTE, OK, Finding, gib
 
 ROOT = Path("/")
@@ -31,6 +32,8 @@ def findings(network: NetworkConfig, root: Path = ROOT) -> list[Finding]:
         *rdma_devices(root),
         locked_memory(root),
         *cuda_findings(root),
+        *direct_paths(root),
+        *(exported_memory() if root == ROOT else []),
         numa_nodes(root),
         listening(network),
         *interfaces(root),
