@@ -23,7 +23,7 @@ from cloverinfer.core.errors import (
 )
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-LONG = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=700, temperature=0.0, ignore_eos=True)
 """Still under way seconds after its first token, when something happens to it."""
 TOPOLOGIES = ["colocated", "pd", "pda"]
 
