@@ -135,16 +135,16 @@ def per_block(how: str) -> float:
     return (instructions(how, many) - instructions(how, few)) / (many - few)
 
 
-def measure(quick: bool) -> list[Row]:
+def measure(quick: bool, count: bool) -> list[Row]:
     rounds = 1 if quick else 3
     puts, times = (24, 50) if quick else (48, 200)
-    sizes = ("-s", str(MEGABYTE), "-n", str(puts), "-t", str(IN_FLIGHT))
+    sizes = ("-s", str(MEGABYTE), "-n", str(puts), "-t", str(IN_FLIGHT), "-e")
     ours = [(perftest("ib_write_bw", *sizes), bandwidth(puts)) for _ in range(rounds)]
     rows = [row("put of 1 MB", "MB/s", "ib_write_bw", ours)]
     sizes = ("-s", str(PAGE), "-n", str(times))
     both = [(perftest("ib_write_lat", *sizes), latency(times)) for _ in range(rounds)]
     rows.append(row("put of 4 KB, one way", "us", "ib_write_lat", both))
-    if Path("/usr/bin/valgrind").exists():
+    if count and Path("/usr/bin/valgrind").exists():
         counts = [(per_block("bare"), per_block("engine"))]
         rows.append(row("block of 64 KB", "instructions", "bare loop", counts))
     return rows
@@ -155,6 +155,17 @@ def row(name: str, unit: str, peer: str, pairs: list[tuple[float, float]]) -> Ro
     ratio = statistics.median(b / a for a, b in pairs)
     return {"name": name, "value": ours, "unit": unit, "peer": peer, "peer_value": theirs,
             "ratio_to_peer": ratio}  # fmt: skip
+
+
+def in_guest(flags: list[str], json_path: Path | None) -> None:
+    out = POST.parent / "rdma_guest"  # what the guest writes through to
+    rows = out / "rows.json"
+    script = ROOT / "tests/rdma_vm/run_in_vm.sh"
+    command = [str(script), sys.executable, __file__, *flags, "--json", str(rows)]
+    environ = {**os.environ, "RDMA_VM_OUT": str(out)}
+    subprocess.run(command, cwd=ROOT, env=environ, timeout=900)
+    if json_path and rows.exists():
+        rows.replace(json_path)
 
 
 def main() -> None:
@@ -172,11 +183,9 @@ def main() -> None:
         return
     if reason:
         print(f"{reason}: measuring in a guest", flush=True)
-        script = ROOT / "tests/rdma_vm/run_in_vm.sh"
-        quick = ["--quick"] if arguments.quick else []
-        subprocess.run([script, sys.executable, __file__, *quick], cwd=ROOT, timeout=900)
+        in_guest([flag for flag in ("--quick", "--no-count") if flag in sys.argv], arguments.json)
         return
-    rows = measure(arguments.quick)
+    rows = measure(arguments.quick, not arguments.no_count)
     for one in rows:
         print("| " + " | ".join(
             f"{value:.4g}" if isinstance(value, float) else str(value) for value in one.values()

@@ -10,10 +10,10 @@
 # RDMA_VM_CACHE   kernel and initramfs, reused when there (~/.cache/cloverinfer/rdma-vm; 94 MB)
 # RDMA_VM_OUT     a folder that the guest writes through to (a fresh one under the cache)
 # RDMA_VM_LIMIT   seconds that the guest may run (600)
+# RDMA_VM_CPUS    virtual CPUs (1): two make Python slower, and let two threads spin
 #
 # The guest has rx0 on v0 (10.98.0.1) and rx1 on v1 (10.98.0.2), the two ends of a veth pair; RoCE
-# packets really cross it. One virtual CPU, as two make Python slower; no KVM, so that it runs where
-# the host is a guest itself.
+# packets really cross it. No KVM, so that it runs where the host is a guest itself.
 set -euo pipefail
 CACHE=${RDMA_VM_CACHE:-$HOME/.cache/cloverinfer/rdma-vm}
 PACKAGES=(qemu-system-x86 busybox-static cpio kmod iproute2 libibverbs1 libibverbs-dev
@@ -151,7 +151,7 @@ GUEST
 boot() {
   local share=security_model=none rc=0
   timeout "${RDMA_VM_LIMIT:-600}" qemu-system-x86_64 -accel tcg,thread=multi,tb-size=512 -cpu max \
-    -smp 1 -m 2560 -nodefaults -no-user-config -display none -no-reboot -serial stdio \
+    -smp "${RDMA_VM_CPUS:-1}" -m 2560 -nodefaults -no-user-config -display none -no-reboot -serial stdio \
     -device isa-debug-exit,iobase=0xf4,iosize=1 -kernel "$CACHE/vmlinux" -initrd "$CACHE/initrd" \
     -append "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off tsc=reliable no_timer_check \
 out=$OUT" \
@@ -166,7 +166,7 @@ out=$OUT" \
   return "$(cat "$OUT/.status")"
 }
 
-[ $# -gt 0 ] || { sed -n '2,17p' "$0"; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,16p' "$0"; exit 2; }
 [ "$(uname -m)" = x86_64 ] || cannot "the guest is made for x86_64 hosts"
 install_packages
 get_kernel
