@@ -196,6 +196,7 @@ class Begun:
         self.text = ""
         self._connection = HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_SECONDS)
         self._connection.connect()
+        self._socket = self._connection.sock
         self._thread = threading.Thread(target=self._run, args=(body,), daemon=True)
         self._thread.start()
 
@@ -206,10 +207,11 @@ class Begun:
             answer = self._connection.getresponse()
             self.text = answer.read().decode()
             self.status = answer.status
+        self._connection.close()
 
     def cancel(self) -> None:
         with contextlib.suppress(OSError):
-            self._connection.sock.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)
         self.wait()
 
     def wait(self) -> None:
