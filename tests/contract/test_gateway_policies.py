@@ -101,3 +101,6 @@ def test_prefix_aware_keeps_a_bounded_memory(monkeypatch: pytest.MonkeyPatch) ->
     # The last prompt's beginning is there whole.
     assert policy._share("a", BLOCKS[96:104]) == 1.0
     assert policy._share("a", BLOCKS[:8]) == 0.0
+    # Of one that is longer than the memory the beginning is kept: the rest is no use without it.
+    policy.pick(idle("a"), BLOCKS[120:140])
+    assert policy._share("a", BLOCKS[120:140]) == 0.5

@@ -137,6 +137,8 @@ def test_a_breaker_opens_after_faults_in_a_row_and_lets_one_try() -> None:
     assert breaker.allows()
     breaker.fault()
     assert (breaker.state, breaker.allows()) == ("open", False)
+    clock.now = 2.0
+    breaker.fault()  # of a request that began before: nothing new
     clock.now = 3.0
     assert (breaker.state, breaker.allows()) == ("half_open", True)
     trying = breaker.begin()
