@@ -29,6 +29,9 @@ class LateEndpoint(InprocEndpoint):
         self.puts = 0
         self.made.append(self)
 
+    def native(self):
+        return None
+
     def put(self, ranges, index, notice, timeout=DEFAULT_TIMEOUT, after=None):
         ticket = Ticket()
         self.puts += 1

@@ -3,17 +3,14 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
-#include <map>
 #include <memory>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "bindings/buffers.h"
+#include "bindings/mailboxes.h"
 #include "shm/copy.h"
-#include "shm/mailbox.h"
 #include "shm/rally.h"
-#include "shm/ring.h"
 
 namespace py = pybind11;
 
@@ -23,41 +20,6 @@ namespace {
 using shm::Status;
 using Offsets = py::array_t<int64_t, py::array::c_style>;
 using Index = py::array_t<int32_t, py::array::c_style>;
-
-void check(Status status) {
-  switch (status) {
-    case Status::kOk:
-      return;
-    case Status::kTimeout:
-      raise("DeadlineError", "the peer's mailbox stayed full");
-    case Status::kClosed:
-      raise("TransportError", "the peer has closed its endpoint");
-    case Status::kTooLong:
-      raise("ValueError", "a record is longer than its ring, or a name than its field");
-    case Status::kOutOfRange:
-      raise("ValueError", "an index row names no slice, or a slice reaches outside its region");
-    case Status::kDenied:
-      raise("TransportError",
-            "the kernel does not let this process write into the peer's memory: allow ptrace "
-            "between them (CAP_SYS_PTRACE, or kernel.yama.ptrace_scope = 0), or use tcp");
-    case Status::kMalformed:
-      raise("TransportError", "shared memory does not hold what it should");
-  }
-}
-
-template <typename Header>
-Header* checked(Header* header) {
-  if (header == nullptr) check(Status::kMalformed);
-  return header;
-}
-
-shm::MailboxHeader* mailbox_of(const Pinned& memory) {
-  return checked(shm::mailbox_in(memory.data(), memory.size()));
-}
-
-shm::RingHeader* ring_of(const Pinned& memory) {
-  return checked(shm::ring_in(memory.data(), memory.size()));
-}
 
 // Threads that large copies are shared out over; one set per number of them in a process.
 class CopyThreads {
@@ -145,103 +107,6 @@ bool bell_rally(const py::object& memory, bool second, int64_t rounds, double ti
   return shm::rally(reinterpret_cast<shm::Rally*>(pinned.data()), second, rounds, to_ns(timeout));
 }
 
-// The sending end of one ring into one peer's mailbox.
-class MailboxWriter {
- public:
-  MailboxWriter(const py::object& mailbox, const py::object& ring)
-      : mailbox_(mailbox, true),
-        ring_(ring, true),
-        header_(mailbox_of(mailbox_)),
-        writer_(ring_of(ring_)) {}
-
-  bool push(uint32_t kind, uint64_t value, const py::bytes& payload, double timeout) {
-    char* data = nullptr;
-    Py_ssize_t nbytes = 0;
-    if (PyBytes_AsStringAndSize(payload.ptr(), &data, &nbytes) != 0) throw py::error_already_set();
-    const shm::Outgoing record{kind, value, data, static_cast<size_t>(nbytes)};
-    Status status;
-    {
-      const py::gil_scoped_release unlocked;
-      status = shm::push(header_, &writer_, record, to_ns(timeout));
-    }
-    return pushed(status);
-  }
-
-  bool wait_consumed(uint64_t position, double timeout) {
-    Status status;
-    {
-      const py::gil_scoped_release unlocked;
-      status = shm::wait_consumed(header_, &writer_, position, to_ns(timeout));
-    }
-    return pushed(status);
-  }
-
-  uint64_t position() const { return writer_.position(); }
-  bool peer_closed() const { return header_->closed.load(std::memory_order_acquire) != 0; }
-  void announce() { shm::announce_ring(header_); }
-  void close() { writer_.close(); }
-
- private:
-  static bool pushed(Status status) {
-    if (status == Status::kTimeout) return false;
-    check(status);
-    return true;
-  }
-
-  Pinned mailbox_;
-  Pinned ring_;
-  shm::MailboxHeader* header_;
-  shm::RingWriter writer_;
-};
-
-// The owner's end of a mailbox, with the rings that lead into it.
-class MailboxReader {
- public:
-  explicit MailboxReader(const py::object& mailbox)
-      : memory_(mailbox, true), mailbox_(mailbox_of(memory_)) {}
-
-  int add_ring(const py::object& ring) {
-    auto memory = std::make_unique<Pinned>(ring, true);
-    const int id = mailbox_.add_ring(ring_of(*memory));
-    rings_.emplace(id, std::move(memory));
-    return id;
-  }
-
-  void remove_ring(int ring) {
-    if (rings_.count(ring) == 0) raise("ValueError", "no such ring");
-    mailbox_.remove_ring(ring);
-    rings_.erase(ring);
-  }
-
-  bool finished(int ring, bool sender_died) const {
-    if (rings_.count(ring) == 0) raise("ValueError", "no such ring");
-    return mailbox_.finished(ring, sender_died);
-  }
-
-  py::list poll(double timeout) {
-    std::vector<shm::Record> records;
-    {
-      const py::gil_scoped_release unlocked;
-      records = mailbox_.poll(to_ns(timeout));
-    }
-    py::list result;
-    for (const shm::Record& record : records) {
-      result.append(
-          py::make_tuple(record.ring, record.kind, record.value, py::bytes(record.payload)));
-    }
-    return result;
-  }
-
-  bool take_announcement() { return mailbox_.take_announcement(); }
-  uint64_t malformed() const { return mailbox_.malformed(); }
-  void close() { mailbox_.close(); }
-
- private:
-  Pinned memory_;
-  std::map<int, std::unique_ptr<Pinned>> rings_;
-  shm::Mailbox mailbox_;  // last: it points into what stands above
-};
-
 void format_mailbox(const py::object& memory, int64_t pid, uint64_t start_time) {
   const Pinned pinned(memory, true);
   check(shm::format_mailbox(pinned.data(), pinned.size(), pid, start_time));
@@ -269,6 +134,7 @@ py::str ring_sender(const py::object& memory) {
 
 void bind_shm(py::module_& m) {
   py::class_<CopyThreads>(m, "CopyThreads").def(py::init<int>(), py::arg("threads"));
+  m.attr("MAILBOX_NOTICE") = shm::kNotice;
   m.attr("LARGE_COPY_BYTES") = shm::kLargeCopy;
   m.def("copy_ranges", &copy_ranges, py::arg("dst"), py::arg("dst_offsets").noconvert(),
         py::arg("src"), py::arg("src_offsets").noconvert(), py::arg("length"),

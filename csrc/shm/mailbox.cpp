@@ -81,6 +81,16 @@ Status wait_consumed(MailboxHeader* mailbox, RingWriter* ring, uint64_t position
   });
 }
 
+Status Sender::push(const Outgoing& record, int64_t timeout_ns) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return shm::push(mailbox_, &writer_, record, timeout_ns);
+}
+
+Status Sender::wait_consumed(uint64_t position, int64_t timeout_ns) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return shm::wait_consumed(mailbox_, &writer_, position, timeout_ns);
+}
+
 int Mailbox::add_ring(RingHeader* ring) {
   rings_.emplace(next_ring_, RingReader(ring));
   return next_ring_++;
@@ -91,7 +101,21 @@ void Mailbox::remove_ring(int ring) {
   rings_.erase(ring);
 }
 
+bool Mailbox::finished(int ring, bool sender_died) const {
+  for (const Record& record : kept_)
+    if (record.ring == ring) return false;
+  return rings_.at(ring).finished(sender_died);
+}
+
 std::vector<Record> Mailbox::poll(int64_t timeout_ns) {
+  if (kept_.empty()) return poll_new(timeout_ns);
+  std::vector<Record> records = std::move(kept_);
+  kept_.clear();
+  for (Record& record : drain()) records.push_back(std::move(record));
+  return records;
+}
+
+std::vector<Record> Mailbox::poll_new(int64_t timeout_ns) {
   std::vector<Record> records = drain();
   if (!records.empty() || timeout_ns <= 0 || announced()) return records;
   const Deadline deadline(timeout_ns);

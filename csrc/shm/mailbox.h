@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <mutex>
 #include <vector>
 
 #include "shm/bell.h"
@@ -40,6 +41,26 @@ Status push(MailboxHeader* mailbox, RingWriter* ring, const Outgoing& record, in
 Status wait_consumed(MailboxHeader* mailbox, RingWriter* ring, uint64_t position,
                      int64_t timeout_ns);
 
+constexpr uint32_t kNotice = 1;  // kind of a record whose value is all that it says
+
+// The sending end of one ring into one mailbox, for any number of threads.
+class Sender {
+ public:
+  Sender(MailboxHeader* mailbox, RingHeader* ring) : mailbox_(mailbox), writer_(ring) {}
+
+  Status push(const Outgoing& record, int64_t timeout_ns);
+  Status wait_consumed(uint64_t position, int64_t timeout_ns);
+  uint64_t position() const { return writer_.position(); }
+  bool peer_closed() const { return mailbox_->closed.load(std::memory_order_acquire) != 0; }
+  void announce() { announce_ring(mailbox_); }
+  void close() { writer_.close(); }
+
+ private:
+  MailboxHeader* mailbox_;
+  RingWriter writer_;
+  std::mutex mutex_;  // of writing to the ring
+};
+
 // The owner's end; one thread.
 class Mailbox {
  public:
@@ -47,11 +68,18 @@ class Mailbox {
 
   int add_ring(RingHeader* ring);
   void remove_ring(int ring);
-  bool finished(int ring, bool sender_died) const { return rings_.at(ring).finished(sender_died); }
+  // Not as long as something of it is kept.
+  bool finished(int ring, bool sender_died) const;
 
-  // What has arrived, waiting up to `timeout_ns` for the first of it. Returns early, with nothing,
-  // after a signal and when a ring has been announced.
+  // What was kept and what has arrived, waiting up to `timeout_ns` for the first of it. Returns
+  // early, with nothing, after a signal and when a ring has been announced.
   std::vector<Record> poll(int64_t timeout_ns);
+
+  // The same without what was kept, for a reader that keeps what is not for it.
+  std::vector<Record> poll_new(int64_t timeout_ns);
+  void keep(Record record) { kept_.push_back(std::move(record)); }
+  // Whether there is something for `poll`, or an announcement to take.
+  bool has_more() const { return !kept_.empty() || announced(); }
 
   // Whether rings were announced since the last call; look for them after it, not before.
   bool take_announcement();
@@ -67,6 +95,7 @@ class Mailbox {
 
   MailboxHeader* header_;
   std::map<int, RingReader> rings_;
+  std::vector<Record> kept_;
   int next_ring_ = 0;
   uint64_t seen_ = 0;
   uint64_t malformed_gone_ = 0;  // of rings that were removed

@@ -1,5 +1,6 @@
 """The native module. Addresses are of tensors whose shape and type the caller has checked."""
 
+from collections.abc import Sequence
 from enum import Enum
 
 import numpy as np
@@ -349,6 +350,74 @@ class OwnHop(Hop):
     @property
     def seconds(self) -> float: ...
 
+class NearHop(Hop):
+    """Attention nodes of this process. ``parts``: answerer, source, notice of the first layer,
+    first row, rows. Output goes to ``o``, ``row_bytes`` a row."""
+
+    def __init__(
+        self,
+        *,
+        parts: Sequence[tuple[Answerer, int, int, int, int]],
+        qkv: tuple[int, int, int, int, int, int],
+        element_bytes: int,
+        o: int,
+        row_bytes: int,
+    ) -> None: ...
+
+class ShmHop(Hop):
+    """Attention nodes of this host. ``parts``: writer to the node, rings from it, first row, rows,
+    address of the rows there and of their output here. ``row_bytes``: there and back; ``rows``: q,
+    k and v as stages write them; ``o``: room for output of several nodes."""
+
+    def __init__(
+        self,
+        *,
+        reader: MailboxReader,
+        parts: Sequence[tuple[MailboxWriter, Sequence[int], int, int, int, int]],
+        row_bytes: tuple[int, int],
+        rows: int,
+        o: int,
+        notice: int,
+    ) -> None: ...
+    @property
+    def waiting(self) -> list[int]:
+        """Parts that have not answered for the layer."""
+
+    @property
+    def lost(self) -> list[int]:
+        """Parts to which the hop of the layer could not be made."""
+
+class Answerer:
+    """An attention node's steps under way, answered on whichever thread asks."""
+
+    def __init__(self, *, table: AttentionTable, heads: int, gate: Gate | None) -> None: ...
+    def begin(
+        self,
+        *,
+        source: int,
+        notice: int,
+        rows: tuple[int, int, int, int, int, int, int],
+        into: tuple[int, int, int, int, int, int],
+        out: int,
+    ) -> None:
+        """A step: ``notice`` of its first layer, where a wire leaves q, k, v, and where output
+        goes. All that is named stays until ``end``."""
+
+    def end(self, *, source: int, notice: int) -> tuple[int, float]:
+        """Layers answered, and seconds; waits for the answer under way."""
+
+    def close(self) -> None: ...
+
+class ShmServer:
+    """Answers hops that arrive in a mailbox, on its owner's thread."""
+
+    def __init__(self, *, reader: MailboxReader, answerer: Answerer, layer_bits: int) -> None: ...
+    def know(self, source: int, rings: Sequence[int], writer: MailboxWriter) -> None:
+        """Notices of these rings are of ``source``, whose answers go by ``writer``."""
+
+    def serve(self, timeout: float) -> LoopOutcome:
+        """EVENTS once something else is there to be polled, or TIMEOUT."""
+
 class LayerLoop:
     """The layers of one step; ``step`` is the address of a step of ``dense``."""
 
@@ -380,6 +449,8 @@ class LayerLoop:
 
 Memory = Buffer | npt.NDArray[np.uint8]
 
+MAILBOX_NOTICE: int
+"""Kind of a record whose value is all that it says."""
 LARGE_COPY_BYTES: int
 """Copies of so many bytes in all go past the caches, and over ``CopyThreads`` where given."""
 

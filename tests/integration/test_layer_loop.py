@@ -1,11 +1,16 @@
 """Layers without Python: the same bits as layer by layer, and who runs which way is told."""
 
+import os
+import signal
+
 import pytest
 import torch
 from tests.same_tokens import check_idle
 from tests.tiny_models import make_tiny
 
 from cloverinfer import LLM, ModelConfig, SamplingParams, _native
+from cloverinfer.attention.cpu import CpuAttention
+from cloverinfer.core.errors import CloverError
 from cloverinfer.models import llama
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -28,6 +33,13 @@ def models(tmp_path_factory):
         return made[family]
 
     return make
+
+
+@pytest.fixture(scope="module")
+def wanted(models):
+    """Of the llama, layer by layer."""
+    with LLM(models("llama"), topology="colocated", layer_loop="python", **POOL) as llm:
+        return [done.token_ids for done in llm.generate(PROMPTS, GREEDY)]
 
 
 def rows_of(llm):
@@ -53,7 +65,7 @@ def run(model, monkeypatch, prompts=PROMPTS, **fields):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-@pytest.mark.parametrize("topology", ["colocated", "pd"])
+@pytest.mark.parametrize("topology", ["colocated", "pd", "pda"])
 def test_the_same_bits_as_layer_by_layer(models, monkeypatch, family, topology):
     model = models(family)
     wanted, logits, rows = run(model, monkeypatch, topology=topology, layer_loop="python")
@@ -62,9 +74,97 @@ def test_the_same_bits_as_layer_by_layer(models, monkeypatch, family, topology):
     assert tokens == wanted
     assert len(same) == len(logits) == GREEDY.max_tokens
     assert all(torch.equal(a, b) for a, b in zip(same, logits, strict=True))
-    node = rows["colocated-0" if topology == "colocated" else "decode-0"]
-    # Each decode step has three layers; a step with a long prompt's chunk goes layer by layer.
-    assert node["native_layers"] >= 3 * 2 * (GREEDY.max_tokens - 2)
+    steps = 2 * (GREEDY.max_tokens - 2)  # at least, of decode rows alone
+    if topology == "pda":  # the last of three layers ends with reports, in Python
+        assert rows["dense-0"]["native_layers"] >= 2 * steps
+        assert rows["attention-0"]["native_layers"] == rows["dense-0"]["native_layers"]
+    else:
+        node = rows["colocated-0" if topology == "colocated" else "decode-0"]
+        assert node["native_layers"] >= 3 * steps
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"executor": "process"},
+        {"executor": "process", "num_attention_nodes": 2, "num_decode_dense_nodes": 2},
+        {"num_attention_nodes": 2, "num_decode_dense_nodes": 2},
+        {"transport": "shm"},
+    ],
+    ids=lambda fields: "-".join(map(str, fields.values())),
+)
+def test_the_same_tokens_over_every_wire_that_offers_a_way(models, wanted, fields):
+    setting = POOL | {"topology": "pda"} | fields
+    with LLM(models("llama"), **setting) as llm:
+        tokens = [done.token_ids for done in llm.generate(PROMPTS, GREEDY)]
+        check_idle(llm)
+        rows = rows_of(llm)
+    assert tokens == wanted
+    for role in ("dense", "attention"):
+        # A hop that overtakes its plan, and what follows of that step, may go layer by layer.
+        assert sum(row["native_layers"] for row in rows.values() if row["role"] == role) > 20
+
+
+def test_several_wavefronts_go_layer_by_layer_on_the_dense_node(models):
+    setting = POOL | {"topology": "pda", "num_wavefronts": 2}
+    with LLM(models("llama"), **setting) as llm:
+        assert [len(done.token_ids) for done in llm.generate(PROMPTS, GREEDY)] == [20] * 4
+        assert rows_of(llm)["dense-0"]["native_layers"] == 0
+
+
+def test_a_layer_that_fails_fails_its_step_alone(models, monkeypatch):
+    """The last layer of a step, which the attention node's Python answers."""
+    whole, calls = CpuAttention.attend, []
+
+    def attend(self, layer, *args):
+        calls.append(layer)
+        if len(calls) == 7:
+            raise MemoryError("out of memory, says the test")
+        return whole(self, layer, *args)
+
+    with LLM(models("llama"), **(POOL | {"topology": "pda"})) as llm:
+        llm.generate([PROMPTS[0]], GREEDY)
+        monkeypatch.setattr(CpuAttention, "attend", attend)
+        with pytest.raises(CloverError, match="out of memory, says the test"):
+            llm.generate([PROMPTS[0]], GREEDY)
+        monkeypatch.undo()
+        assert len(llm.generate([PROMPTS[0]], GREEDY)[0].token_ids) == GREEDY.max_tokens
+        check_idle(llm)
+
+
+LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+
+
+def start(llm):
+    stream = llm.engine.stream_sync([1, 2], LONG)
+    for _ in range(5):
+        next(stream)
+    return stream, next(row["pid"] for row in llm.engine.nodes() if row["role"] == "attention")
+
+
+def test_a_peer_that_is_killed_in_a_step_fails_it_and_hangs_nobody(models):
+    with LLM(models("llama"), topology="pda", executor="process", num_blocks=64) as llm:
+        stream, pid = start(llm)
+        os.kill(pid, signal.SIGKILL)
+        last = list(stream)[-1]
+        assert last.finish_reason == "error"
+        assert "attention-0" in last.error
+        assert rows_of(llm)["dense-0"]["native_layers"] > 0
+
+
+def test_a_peer_that_stands_still_fails_the_step_at_its_deadline(models):
+    setting = {"topology": "pda", "executor": "process", "num_blocks": 64, "step_timeout": 1.0}
+    with LLM(models("llama"), **setting) as llm:
+        stream, pid = start(llm)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            last = list(stream)[-1]
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert last.finish_reason == "error"
+        assert "took more than 1 s" in last.error
+        check_idle(llm)  # its answer, late as it is, ends the step, and the nodes go on
+        assert len(llm.generate([PROMPTS[0]], GREEDY)[0].token_ids) == GREEDY.max_tokens
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from ..core.errors import TransportError, describe
 from ..kvcache.layout import PoolLayout
 from ..models import ResolvedModel
 from ..transport import Endpoint, Peer, Ranges, RegionRef
+from ..transport.native import MailboxWire
 from ..wire.messages import (
     AttentionDone,
     AttentionPlan,
@@ -25,11 +26,13 @@ from ..wire.messages import (
     NodeGone,
 )
 from ..wire.notices import STEP_MASK, HopNotice, pack_hop, unpack
+from .answers import Answers, Hops
 from .base import Node
 from .config import NodeConfig
 from .gate import Gate, OpenGate
 from .hop import HopBuffer, HopRows, HopShape, row_index
 from .inlet import Inlet, layout_name_of
+from .layer_loop import attention_rows
 from .local import make_backend
 from .rows import BlockTables, apply_attention_rows, slots_of
 
@@ -50,8 +53,11 @@ class _Step:
     lengths_r: torch.Tensor
     slots_t: torch.Tensor
     index: np.ndarray
+    hops: Hops
     calls: int = 0
     seconds: float = 0.0
+    native_calls: int = 0
+    """Of ``calls``, those that were answered without Python."""
 
 
 @dataclass
@@ -87,6 +93,8 @@ class AttentionNode(Node):
         self.tables = BlockTables(config.cache.block_size)
         self.inlet = Inlet(self, self.backend, self.pool, self.layout)
         self.transfers = self.inlet.receiver
+        auto = config.layer_loop == "auto"
+        self._answers = Answers.of(self.backend, self.shape, self.endpoint, gate) if auto else None
         self._sources: dict[str, _Source] = {}
         self._steps: dict[LaneKey, _Step] = {}
         self._early: dict[LaneKey, HopNotice] = {}
@@ -117,10 +125,18 @@ class AttentionNode(Node):
         self.inlet.meet()
 
     def close(self) -> None:
+        if self._answers is not None:
+            self._answers.close()
         self.backend.close()
         super().close()
 
     # -- what arrives
+
+    def step(self, timeout: float) -> None:
+        if self._answers is not None and self._answers.serves:
+            self._answers.serve(timeout)
+            timeout = 0.0
+        super().step(timeout)
 
     def on_message(self, peer: Peer, message: Message) -> None:
         if isinstance(message, AttentionPlan):
@@ -152,8 +168,10 @@ class AttentionNode(Node):
         key = (plan.source, plan.lane)
         self._failed.pop(key, None)
         try:
+            self._end(key)
             apply_attention_rows(self.tables, plan.leaves, plan.joins, plan.blocks)
             step = self._steps[key] = self._make_step(plan)
+            self._hand_over(step)
         except (AssertionError, KeyError, IndexError) as problem:
             self._fail(plan, problem)
             return
@@ -176,7 +194,35 @@ class AttentionNode(Node):
             lengths_r=torch.from_numpy(lengths),
             slots_t=torch.from_numpy(slots),
             index=row_index(0, 0, count),
+            hops=Hops(source, pack_hop(plan.lane, plan.step, 0)),
         )
+
+    def _hand_over(self, step: _Step) -> None:
+        """Has the step's hops answered without Python, where there is a way; but for its last."""
+        if self._answers is None:
+            return
+        plan = step.plan
+        rows = attention_rows(step.query_starts, step.block_tables_rb, step.lengths_r, step.slots_t)
+        wire = self.endpoint.native()
+        out = step.back.output(0).data_ptr()
+        if isinstance(wire, MailboxWire):
+            try:
+                self._answers.know(step.hops.source, self.link(plan.source))
+                out = wire.first_target(self._sources[plan.source].ranges[plan.lane])
+            except TransportError as problem:
+                log.debug("%s: the first hop will tell: %s", self.config.name, problem)
+                return
+        self._answers.begin(step.hops, rows, step.there.qkv(0), out)
+
+    def _end(self, key: LaneKey) -> _Step | None:
+        """The step, with all that was done of it; nothing is answered of it any more."""
+        step = self._steps.pop(key, None)
+        if step is not None and self._answers is not None:
+            calls, seconds = self._answers.end(step.hops)
+            step.calls += calls
+            step.native_calls += calls
+            step.seconds += seconds
+        return step
 
     def _attend(self, key: LaneKey, step: _Step, layer: int) -> None:
         """Answers one hop; the boundary where a step's errors stop."""
@@ -188,18 +234,18 @@ class AttentionNode(Node):
                 step.seconds += time.perf_counter() - started
             step.calls += 1
             if layer == self.layout.num_layers - 1:
+                self._end(key)
                 self._report_step(step)  # before the put, which lets the step's end overtake it
-                del self._steps[key]
             ticket = self.endpoint.put(
                 source.ranges[plan.lane], step.index, pack_hop(plan.lane, plan.step, layer)
             )
             self.watch(ticket, lambda problem: self._cut(plan, problem))
         except TransportError as problem:
-            self._steps.pop(key, None)
+            self._end(key)
             self._cut(plan, problem)
         except Exception as problem:
             log.exception("%s: attention of layer %d failed", self.config.name, layer)
-            self._steps.pop(key, None)
+            self._end(key)
             self._fail(plan, problem)
 
     def _append_and_attend(self, layer: int, step: _Step) -> None:
@@ -223,6 +269,7 @@ class AttentionNode(Node):
                 step.seconds,
                 step.calls * count * self._in.row_bytes,
                 step.calls * count * self._out.row_bytes,
+                step.native_calls,
             )
         )
 
@@ -242,7 +289,9 @@ class AttentionNode(Node):
     def _forget_source(self, name: str) -> None:
         """A dense node has died: the blocks that its hops would write to are others' soon."""
         self._sources.pop(name, None)
-        for table in (self._steps, self._early, self._failed):
+        for key in [key for key in self._steps if key[0] == name]:
+            self._end(key)
+        for table in (self._early, self._failed):
             for key in [key for key in table if key[0] == name]:
                 del table[key]
 

@@ -15,6 +15,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from .. import _native
 from ..core.errors import CloverError, PeerGoneError, TransportError
 from ..models import ResolvedModel, load_half
 from ..models.base import Carry
@@ -23,11 +24,12 @@ from ..models.sampling import sample
 from ..transport import Endpoint, Peer, Ranges, RegionRef
 from ..wire.messages import HopFailed, Message, NodeGone, Sampling, StepPlan, StepStats
 from ..wire.notices import STEP_MASK, HopNotice, pack_hop, unpack
-from .base import Node
+from .base import POLL_SECONDS, Node
 from .config import NodeConfig
 from .forward import last_stage, sample_rows, step_done
 from .gate import Gate, OpenGate
 from .hop import HopBuffer, HopRows, HopShape, row_index
+from .hop_loop import HopLoops, StepLoop, Way
 from .rows import Batch, RowTable
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ class _Lane:
     """Attention nodes that have not answered for ``layer``."""
     error: CloverError | None = None
     """Why the step cannot be finished."""
+    loop: StepLoop | None = None
+    """Where its layers run without Python."""
 
 
 class DecodeDenseNode(Node):
@@ -82,6 +86,15 @@ class DecodeDenseNode(Node):
         self._homes = {name: i for i, name in enumerate(config.attention_nodes)}
         self._ranges: dict[str, list[Ranges]] = {}
         self._lanes: dict[int, _Lane] = {}
+        self._loops = self._make_loops()
+
+    def _make_loops(self) -> HopLoops | None:
+        """None: layer by layer, as with several lanes, of which one runs while others wait."""
+        config = self.config
+        if config.layer_loop != "auto" or config.lanes > 1:
+            return None
+        number = config.dense_nodes.index(config.name)
+        return HopLoops.of(self.half, self.shape, self.endpoint, number, self.gate)
 
     def regions(self) -> dict[str, RegionRef]:
         return {"hop": self._in_region.ref}
@@ -107,13 +120,19 @@ class DecodeDenseNode(Node):
     # -- the loop: time asleep while lanes wait is the barrier
 
     def step(self, timeout: float) -> None:
+        looping = [lane for lane in self._lanes.values() if lane.loop is not None]
+        if looping:
+            timeout = 0.0  # they wait themselves
         started = time.perf_counter()
-        waiting = [lane for lane in self._lanes.values() if lane.waiting]
+        waiting = [lane for lane in self._lanes.values() if lane.waiting and lane.loop is None]
         events = self.endpoint.poll(timeout)
         slept = time.perf_counter() - started
         for lane in waiting:
             lane.stats.barrier += slept
         self._dispatch(events)
+        for lane in looping:
+            if lane.loop is not None:
+                self._guard(lane, self._run)
 
     def on_message(self, peer: Peer, message: Message) -> None:
         if isinstance(message, StepPlan):
@@ -149,6 +168,7 @@ class DecodeDenseNode(Node):
 
     def _answered(self, lane: _Lane, home: str) -> None:
         """A step with an error ends here, once no attention node works on it any more."""
+        self._leave_loop(lane)
         lane.waiting.discard(home)
         if not lane.waiting:
             self._guard(lane, self._resume)
@@ -191,7 +211,49 @@ class DecodeDenseNode(Node):
         return segments
 
     def _start(self, lane: _Lane) -> None:
-        self._stage(lane, None)
+        lane.loop = self._loop_for(lane)
+        if lane.loop is None:
+            self._stage(lane, None)
+        else:
+            self._run(lane)
+
+    def _loop_for(self, lane: _Lane) -> StepLoop | None:
+        if self._loops is None:
+            return None
+        number = lane.plan.lane
+        ways = [
+            (segment, Way(self.link(segment.home), self._ranges[segment.home][number]))
+            for segment in lane.segments
+        ]
+        return self._loops.begin(lane.batch, lane.there, (number, lane.plan.step), ways)
+
+    def _run(self, lane: _Lane) -> None:
+        """Runs layers until they are done, or something has come that is to be seen first."""
+        assert lane.loop is not None
+        outcome = lane.loop.run(POLL_SECONDS)
+        lane.layer = lane.loop.layer
+        lane.waiting = lane.loop.waiting()
+        lost = lane.loop.lost()
+        if outcome == _native.LoopOutcome.DONE:
+            self._leave_loop(lane)
+            self._resume(lane)
+        elif outcome == _native.LoopOutcome.HAND_OVER:
+            self._leave_loop(lane, sent=False)
+            self._hop(lane)
+        for home in lost:
+            self.reconnect(home)
+            self._lost(lane, home, "a hop to it was lost")
+
+    def _leave_loop(self, lane: _Lane, sent: bool = True) -> None:
+        """What follows of the step goes layer by layer. ``sent``: the hop of its layer is made."""
+        if lane.loop is None:
+            return
+        loop, lane.loop = lane.loop, None
+        lane.carry = loop.carry()
+        hops, stats, rows = lane.layer + sent, lane.stats, len(lane.batch.rows)
+        loop.account(stats, hops)
+        stats.bytes_out += hops * rows * self._out.row_bytes
+        stats.bytes_in += lane.layer * rows * self._in.row_bytes  # the last is gathered as ever
 
     def _resume(self, lane: _Lane) -> None:
         if lane.error is not None:

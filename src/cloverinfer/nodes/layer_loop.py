@@ -49,10 +49,11 @@ def attention_rows(
 
 
 def alike(specs: tuple[KVSpec, ...], num_heads: int, dtype: torch.dtype) -> HopShape | None:
-    """The shape of a row, where it is that of every layer and stored in its own type."""
+    """The shape of a row, where it is that of every layer and stored in its own type; bfloat16 is
+    all that loops take, as native stages give nothing else."""
     shape = HopShape(specs, num_heads, dtype)
     stored = {getattr(torch, spec.dtype, None) for spec in specs}
-    return shape if stored == {dtype} and set(shape.kinds) == {0} else None
+    return shape if {dtype, *stored} == {torch.bfloat16} and set(shape.kinds) == {0} else None
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ class NodeReports:
             bytes_out=done.bytes_out,
             seconds=done.seconds,
             attention_seconds=done.seconds,
+            native_layers=done.native_calls,
         )
 
     def transfer(self, done: TransferDone) -> None:

@@ -17,7 +17,7 @@ from ..core.errors import DeadlineError, TransportError
 from ._shared import seconds_left
 from ._shm_files import create_segment, open_segment, publish, start_time, unlink
 
-NOTICE, MESSAGE, SPILLED = 1, 2, 3
+NOTICE, MESSAGE, SPILLED = _native.MAILBOX_NOTICE, 2, 3
 """Kinds of record. A notice is the record's value; a message its payload; the payload of a spilled
 message names the segment that holds it, which the receiver unlinks."""
 
@@ -80,6 +80,11 @@ class Link:
         if self._pid != os.getpid() and start_time(self._pid) != self._started:
             raise TransportError(f"the peer's process {self._pid} has ended")
         self._seen_alive = now
+
+    @property
+    def writer(self) -> _native.MailboxWriter:
+        """Of the ring; good for notices from any thread."""
+        return self._writer
 
     def push(self, kind: int, value: int, payload: bytes, deadline: float) -> None:
         """One record into the ring; waits for room as long as the peer lives."""

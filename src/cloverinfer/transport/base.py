@@ -20,10 +20,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from .native import MailboxWire, NearWire
 
 DEFAULT_TIMEOUT = 30.0
 """Seconds that a put or a connection may take where the caller does not say."""
@@ -222,3 +226,9 @@ class Endpoint(ABC):
         In a process that was forked off the endpoint's it does nothing: what is there is not its
         own.
         """
+
+    def native(self) -> NearWire | MailboxWire | None:
+        """The wire's own ways of a hop, for a layer loop without Python, which keeps what is said
+        above of order and failure; None where it has none.
+        """
+        return None

@@ -161,6 +161,9 @@ class CudaIpcEndpoint(ShmEndpoint):
 
     # -- memory
 
+    def native(self) -> None:
+        """None: a notice may have to wait for a device."""
+
     def register(self, memory: int | memoryview | DeviceMemory) -> Region:
         if not isinstance(memory, DeviceMemory):
             return super().register(memory)

@@ -44,6 +44,7 @@ from .base import (
     Slices,
     Ticket,
 )
+from .native import NearWire
 
 _endpoints: dict[str, InprocEndpoint] = {}
 """Every open endpoint of this process by its address. Single dict operations are atomic."""
@@ -117,6 +118,7 @@ class InprocEndpoint(Endpoint):
         self._peers: dict[str, InprocPeer] = {}
         self._regions: dict[str, InprocRegion] = {}
         self._registered = 0
+        self._near = NearWire(_near_of)
         _endpoints[self._address] = self
 
     def address(self) -> str:
@@ -177,6 +179,9 @@ class InprocEndpoint(Endpoint):
             index,
         )
 
+    def native(self) -> NearWire | None:
+        return self._near
+
     def send(self, peer: Peer, message: bytes, timeout: float = DEFAULT_TIMEOUT) -> None:
         self._check_open()
         check_message(message, self.capabilities.max_message_bytes)
@@ -231,3 +236,8 @@ class InprocEndpoint(Endpoint):
     def _check_open(self) -> None:
         if self._closed:
             raise TransportError(f"the endpoint {self.name} is closed")
+
+
+def _near_of(peer: Peer) -> NearWire | None:
+    endpoint = _endpoints.get(peer.address)
+    return None if endpoint is None else endpoint.native()

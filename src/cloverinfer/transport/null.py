@@ -55,6 +55,9 @@ class NullEndpoint(InprocEndpoint):
         super().__init__(name, network)
         self.calls: deque[Call] = deque(maxlen=MOST_CALLS)
 
+    def native(self) -> None:
+        """None: every call is to be recorded."""
+
     def address(self) -> str:
         self._record("address")
         return super().address()

@@ -67,6 +67,7 @@ from .base import (
     Slices,
     Ticket,
 )
+from .native import MailboxWire, address_of
 
 __all__ = ["ShmEndpoint", "lives", "remove_leftovers"]
 
@@ -437,6 +438,25 @@ class ShmEndpoint(Endpoint):
             if peer.lock.acquire(blocking=False):
                 peer.drop_link(only_if_gone=True)
                 peer.lock.release()
+
+    def native(self) -> MailboxWire | None:
+        return MailboxWire(self, self._reader)
+
+    def rings_of(self, peer: Peer) -> list[int]:
+        """The rings through which the peer sends, of those that are mapped."""
+        return [ring for ring, sender in self._rings.items() if sender is peer]
+
+    def writer_to(self, peer: Peer) -> _native.MailboxWriter | None:
+        """The way to a peer that lives and has been connected to."""
+        assert isinstance(peer, ShmPeer)
+        link = peer.link
+        return link.writer if link is not None and link.peer_lives else None
+
+    def first_target(self, ranges: Ranges) -> int:
+        assert isinstance(ranges, ShmRanges)
+        if not ranges.target.open:
+            raise TransportError(f"a region of {ranges.peer.address} is closed")
+        return address_of(ranges.mapped.buffer) + int(ranges.target_offsets[0])
 
     def fence(self, address: str, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Nothing is to be done: the writer itself writes. A process that is gone writes no more,

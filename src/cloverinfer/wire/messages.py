@@ -330,6 +330,8 @@ class AttentionDone(msgspec.Struct, array_like=True, tag="attended"):
     """In append and attend."""
     bytes_in: int
     bytes_out: int
+    native_calls: int = 0
+    """Of ``calls``, those that were answered without Python."""
 
 
 class HopFailed(msgspec.Struct, array_like=True, tag="hop failed"):
