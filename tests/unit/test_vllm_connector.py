@@ -196,6 +196,17 @@ def test_a_newer_attempt_takes_the_place_of_one_that_lives(engines):
     prefill.until_sent("p")
 
 
+def test_a_claim_that_comes_when_all_is_over_is_denied(engines):
+    late, prefill, decode = engines("prefill"), engines("prefill"), engines("decode")
+    decode.wait_for_remote("d", 40, "t")
+    prefill.prefill("p", 40, params(decode))
+    decode.until_loaded("d")
+    late.prefill("q", 40, params(decode, attempt=1))
+    late.finish("q")
+    late.until_sent("q")
+    assert decode.holds("d", 0, 40)
+
+
 def test_a_prefill_that_dies_is_cut_off_and_loading_fails(engines):
     prefill = engines("prefill")
     decode = engines("decode", lease=0.5, retry_timeout=0.5)

@@ -73,6 +73,8 @@ class Inbox:
         self._numbers = itertools.count()
         self._early: OrderedDict[str, list[tuple[str, Claim]]] = OrderedDict()
         self._hopeless: OrderedDict[str, str] = OrderedDict()
+        self._over: OrderedDict[str, None] = OrderedDict()
+        """Transfers that have ended here, so that late claims need not wait."""
         self._receiver = TransferReceiver(me.name, layout, self._done)
         self._loaded: dict[str, Loaded] = {}
         self._bad_blocks: set[int] = set()
@@ -189,6 +191,7 @@ class Inbox:
         deadline = time.monotonic() + self._settings.claim_timeout
         incoming = Incoming(load, blocks[:count], deadline)
         self._transfers[load.transfer] = incoming
+        self._over.pop(load.transfer, None)
         for name, claim in self._early.pop(load.transfer, []):
             if name in self._sources:
                 self._claim(self._sources[name], claim)
@@ -202,14 +205,16 @@ class Inbox:
 
     def _claim(self, source: Source, claim: Claim) -> None:
         incoming = self._transfers.get(claim.transfer)
+        if incoming is None and claim.transfer in self._over:
+            self._deny(source, claim, "the transfer is over")
+            return
         if incoming is None:
             self._early.setdefault(claim.transfer, []).append((source.name, claim))
             _shorten(self._early)
             return
         problem = self._problem(incoming, source, claim)
         if problem:
-            assert source.peer is not None
-            source.wire.tell(source.peer, Denial(claim.transfer, claim.attempt, problem))
+            self._deny(source, claim, problem)
             return
         claimed = incoming.claimed
         if claimed is None or claimed.attempt < claim.attempt:
@@ -217,6 +222,10 @@ class Inbox:
             claimed = incoming.claimed = self._claimed(source.worker, claim.attempt)
         claimed.claims[source.name] = claim
         self._go_on(incoming)
+
+    def _deny(self, source: Source, claim: Claim, reason: str) -> None:
+        assert source.peer is not None
+        source.wire.tell(source.peer, Denial(claim.transfer, claim.attempt, reason))
 
     def _problem(self, incoming: Incoming, source: Source, claim: Claim) -> str:
         """Why the claim is turned away."""
@@ -297,7 +306,8 @@ class Inbox:
             self._fail(incoming, done.error)
             return
         # Every promised byte is there, so nothing of it can be under way.
-        del self._slots[done.transfer], self._transfers[incoming.start.transfer]
+        del self._slots[done.transfer]
+        self._forget(incoming)
         tokens = incoming.start.end - incoming.start.start
         seconds = time.monotonic() - claimed.granted
         self._report(incoming.start, Loaded(claimed.attempt, tokens, seconds))
@@ -358,8 +368,14 @@ class Inbox:
             self._go_on(incoming)
 
     def _end(self, incoming: Incoming) -> None:
-        del self._transfers[incoming.start.transfer]
+        self._forget(incoming)
         self._report(incoming.start, Loaded(-1, 0, 0.0, incoming.error), bad=not incoming.aborted)
+
+    def _forget(self, incoming: Incoming) -> None:
+        transfer = incoming.start.transfer
+        del self._transfers[transfer]
+        self._over[transfer] = None
+        _shorten(self._over)
 
     def _report(self, load: LoadStart, loaded: Loaded, bad: bool = False) -> None:
         self._loaded[load.request] = loaded
