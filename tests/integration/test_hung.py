@@ -1,5 +1,6 @@
 """A node that stands still is ended, fenced and done without; its blocks come back."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -11,13 +12,14 @@ from tests.same_tokens import check_idle
 from tests.tiny_models import make_tiny
 
 from cloverinfer import LLM, ModelConfig, SamplingParams
+from cloverinfer.core.errors import CloverError
 from cloverinfer.nodes.prefill import PrefillNode
 from cloverinfer.orchestrator.cluster import Cluster
 from cloverinfer.wire.messages import Fence, decode
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 PROMPT = [5] * 100
-STEP_TIMEOUT = 2.0
+STEP_TIMEOUT = 3.0
 POOL = {"num_blocks": 20, "block_size": 8, "step_timeout": STEP_TIMEOUT}
 
 
@@ -67,6 +69,14 @@ def row(llm, name):
     return next(row for row in llm.engine.nodes() if row["name"] == name)
 
 
+def try_both(llm):
+    """A request for each attention node, and whether both live: where a busy machine was too slow
+    for the first ones before the node was stopped, nothing has waited for it yet."""
+    with contextlib.suppress(CloverError):
+        ends([llm.engine.stream_sync([1 + i] * 9, GREEDY) for i in range(2)])
+    return row(llm, "attention-1")["alive"]
+
+
 def ends(streams):
     return [list(stream)[-1] for stream in streams]
 
@@ -87,10 +97,10 @@ def test_a_stopped_prefill_process_is_ended_before_its_blocks_are_reused(
         third = llm.engine.stream_sync(PROMPT, GREEDY)  # waits for the blocks of the first
         lasts = ends([first, second, third])
         assert [last.finish_reason for last in lasts] == ["error", "length", "length"]
-        assert "prefill-0 took more than 2 s" in lasts[0].error
+        assert "prefill-0 took more than 3 s" in lasts[0].error
         assert fences == [("prefill-0", "")], "what is gone writes to nothing"
         told = row(llm, "prefill-0")
-        assert (told["alive"], told["reason"]) == (False, "it has not answered for 2 s")
+        assert (told["alive"], told["reason"]) == (False, "it has not answered for 3 s")
         assert llm.engine.failure is None
         check_idle(llm, without=["prefill-0"])
 
@@ -106,7 +116,7 @@ def test_a_stopped_attention_process_is_ended_and_the_other_serves(model, fences
         stop(pid)
         lasts = ends(streams)
         assert {last.finish_reason for last in lasts} == {"error"}, "one step had them both"
-        wait_until(lambda: not row(llm, "attention-1")["alive"])
+        wait_until(lambda: not row(llm, "attention-1")["alive"] or not try_both(llm))
         # Which waited for it, and hears of its end.
         wait_until(lambda: not llm.engine._engine._scheduler._state.missing_roles())
         assert llm.generate([PROMPT], GREEDY)[0].finish_reason == "length"
@@ -119,7 +129,7 @@ def test_a_node_that_goes_on_in_time_is_not_ended(model):
         pid = row(llm, "prefill-0")["pid"]
         stop(pid)
         (last,) = ends([llm.engine.stream_sync(PROMPT, GREEDY)])
-        assert "took more than 2 s" in last.error
+        assert "took more than 3 s" in last.error
         os.kill(pid, signal.SIGCONT)
         check_idle(llm)
         assert llm.generate([PROMPT], GREEDY)[0].finish_reason == "length"
@@ -140,7 +150,7 @@ def test_a_thread_that_stands_still_keeps_its_blocks_until_it_goes_on(model, mon
     with LLM(model, topology="pd", num_prefill_workers=2, **POOL) as llm:
         (last,) = ends([llm.engine.stream_sync(PROMPT, GREEDY)])
         assert stuck.is_set()
-        assert "took more than 2 s" in last.error
+        assert "took more than 3 s" in last.error
         wait_until(lambda: not row(llm, "prefill-0")["alive"])
         assert llm.generate([PROMPT[:9]], GREEDY)[0].finish_reason == "length"
         (refused,) = ends([llm.engine.stream_sync(PROMPT, GREEDY)])
