@@ -171,6 +171,7 @@ def in_guest(flags: list[str], json_path: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer measurements")
+    parser.add_argument("--no-count", action="store_true", help="no instructions, which take long")
     parser.add_argument(
         "--json", type=Path, metavar="PATH", help="also write the rows to this file"
     )
