@@ -138,7 +138,7 @@ def per_block(how: str) -> float:
 def measure(quick: bool, count: bool) -> list[Row]:
     rounds = 1 if quick else 3
     puts, times = (24, 50) if quick else (48, 200)
-    sizes = ("-s", str(MEGABYTE), "-n", str(puts), "-t", str(IN_FLIGHT), "-e")
+    sizes = ("-s", str(MEGABYTE), "-n", str(puts), "-t", str(IN_FLIGHT))
     ours = [(perftest("ib_write_bw", *sizes), bandwidth(puts)) for _ in range(rounds)]
     rows = [row("put of 1 MB", "MB/s", "ib_write_bw", ours)]
     sizes = ("-s", str(PAGE), "-n", str(times))
