@@ -4,7 +4,7 @@
 # test-large  puts of a gigabyte over every transport (needs 4 GiB of memory)
 # test-nixl  the tests of the nixl transport, with NIXL in build/nixl
 # test-rdma  the tests of the rdma transport, on this host's card or in an emulated machine
-# test-models  every architecture that the compiler is tested with
+# test-models  every architecture that the compiler is tested with, and Gemma 3 270M (240 MB)
 # test-gpu   the tests that need a CUDA device
 # test-deploy  deploy over ssh against three hosts made of namespaces (needs root and sshd)
 # test-clients  clients of others, unmodified, in environments of their own (minutes the first time)
@@ -116,7 +116,7 @@ test-gpu: setup
 	@$(BIN)/python -m pytest -m "not ray" -k cuda tests
 
 test-models: setup
-	@$(BIN)/python -m pytest -m "models or not models" tests/integration/test_compiled.py
+	@$(BIN)/python -m pytest -m "models or not models" tests/integration/test_compiled.py tests/models
 
 lint: setup
 	$(BIN)/ruff check .

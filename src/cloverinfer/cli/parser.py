@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from . import bench, deploy, generate, node, orchestrate, serve, verify
+from . import bench, compile, deploy, generate, node, orchestrate, serve, verify
 
 EXIT_USAGE = 2
-COMMANDS = (generate, serve, orchestrate, node, bench, verify, deploy)
+COMMANDS = (generate, serve, orchestrate, node, bench, verify, deploy, compile)
 """Modules with ``add(commands)``, which adds the command's parser, and ``run(args)``."""
 
 

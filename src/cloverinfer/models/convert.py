@@ -26,7 +26,7 @@ from .cache import (
     scratch_folder,
     write_stamp,
 )
-from .gguf_file import GGUFFile
+from .gguf_file import COMPILED_ONLY, GGUFFile
 from .weights import SAFETENSORS, SafetensorsSource, Shape
 
 CONFIG = "config.json"
@@ -71,7 +71,8 @@ def convert_gguf(path: Path, folder: Path, progress: Progress) -> None:
         progress(f"converting {path.name} (once)")
         file = GGUFFile(path)
         config = file.config()
-        arch_from_config(config)  # refuses what is not supported before the work is done
+        if file.architecture not in COMPILED_ONLY:
+            arch_from_config(config)  # refuses what is not supported before the work is done
         with scratch_folder(folder) as part:
             write_json(part / CONFIG, config)
             ids = ("bos_token_id", "eos_token_id", "pad_token_id")

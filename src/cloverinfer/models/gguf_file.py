@@ -21,7 +21,10 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
+COMPILED_ONLY = ("gemma3",)
+"""Architectures without a dense half of ours."""
 _ENDS = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -40,7 +43,13 @@ _IN_LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_FROM_GGUF = {there: here for here, there in _IN_LAYER.items()}
+_IN_GEMMA = _IN_LAYER | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_GEMMA_PATTERN = 6
+"""Every so many layers one has no window, where a file does not say."""
 _ROPE_FACTORS = "rope_freqs.weight"
 _BROKEN = (ValueError, IndexError, KeyError, OverflowError, TypeError, OSError)
 """What the reader raises over a damaged file, depending on where the damage is."""
@@ -84,27 +93,31 @@ class GGUFFile(WeightSource):
     def names(self) -> list[str]:
         """Hugging Face names of all weights, in file order; ``ModelError`` on unknown ones."""
         stored = [name for name in self._tensors if name != _ROPE_FACTORS]
-        unknown = [name for name in stored if _hf_name(name) is None]
+        unknown = [name for name in stored if _hf_name(name, self._in_layer) is None]
         if unknown:
             raise ModelError(
                 f"{self.where}: tensor {unknown[0]!r} is of a kind that is not supported"
             )
-        return [_hf_name(name) or "" for name in stored]
+        return [_hf_name(name, self._in_layer) or "" for name in stored]
 
     def has(self, name: str) -> bool:
-        return _gguf_name(name) in self._tensors
+        return _gguf_name(name, self._in_layer) in self._tensors
 
     def shape(self, name: str) -> Shape:
         """Rows first, as in PyTorch; the file has the fastest dimension first."""
-        return tuple(int(n) for n in reversed(self._tensors[_gguf_name(name)].shape))
+        return tuple(
+            int(n) for n in reversed(self._tensors[_gguf_name(name, self._in_layer)].shape)
+        )
 
     def load(self, name: str, shape: Shape) -> torch.Tensor:
-        values = self._in_order(name, self._dequantize(_gguf_name(name)))
+        values = self._in_order(name, self._dequantize(_gguf_name(name, self._in_layer)))
+        if self.architecture == "gemma3" and name.endswith("norm.weight"):
+            values = values - 1.0  # stored as what they multiply by, which is one more
         return torch.from_numpy(np.array(values, dtype=np.float32, order="C"))
 
     def stored(self, name: str) -> tuple[str, npt.NDArray[np.uint8]] | None:
         """A quantised matrix's type and the bytes of its rows; None for one of numbers."""
-        tensor = self._tensors[_gguf_name(name)]
+        tensor = self._tensors[_gguf_name(name, self._in_layer)]
         if tensor.data.dtype != np.uint8 or tensor.data.ndim != 2:
             return None
         return tensor.tensor_type.name, np.array(self._in_order(name, tensor.data), order="C")
@@ -147,6 +160,8 @@ class GGUFFile(WeightSource):
         }
         if self.architecture == "llama":
             config |= self._llama_features(window)
+        if self.architecture == "gemma3":
+            config |= self._gemma_features(window, head_dim)
         return config | self._special_ids()
 
     def _llama_features(self, window: int | None) -> dict[str, Any]:
@@ -158,6 +173,24 @@ class GGUFFile(WeightSource):
             "attention_bias": self.has("model.layers.0.self_attn.q_proj.bias"),
             "mlp_bias": self.has("model.layers.0.mlp.up_proj.bias"),
         }
+
+    def _gemma_features(self, window: int | None, head_dim: int) -> dict[str, Any]:
+        """As transformers' text model of Gemma 3 reads them."""
+        every = int(self._own("attention.sliding_window_pattern", _GEMMA_PATTERN))
+        kinds = ("full_attention", "sliding_attention")
+        layers = range(1, int(self._own("block_count")) + 1)
+        return {
+            "model_type": "gemma3_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": head_dim,
+            "sliding_window": window,
+            "layer_types": [kinds[bool(layer % every)] for layer in layers],
+            "rope_local_base_freq": 10000.0,
+        }
+
+    @property
+    def _in_layer(self) -> dict[str, str]:
+        return _IN_GEMMA if self.architecture == "gemma3" else _IN_LAYER
 
     def _special_ids(self) -> dict[str, Any]:
         ends = [self.value(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
@@ -238,22 +271,23 @@ def _unpermute(values: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
     return pairs.swapaxes(1, 2).reshape(values.shape)
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, in_layer: dict[str, str]) -> str:
     if name in _ENDS:
         return _ENDS[name]
     parts = name.split(".", 3)
     if parts[:2] != ["model", "layers"] or len(parts) < 4:
         return ""
     inner, _, kind = parts[3].rpartition(".")
-    return f"blk.{parts[2]}.{_IN_LAYER[inner]}.{kind}" if inner in _IN_LAYER else ""
+    return f"blk.{parts[2]}.{in_layer[inner]}.{kind}" if inner in in_layer else ""
 
 
-def _hf_name(name: str) -> str | None:
+def _hf_name(name: str, in_layer: dict[str, str]) -> str | None:
     """None for a tensor that no supported architecture has."""
     for here, there in _ENDS.items():
         if there == name:
             return here
     parts = name.split(".")
-    if parts[0] != "blk" or len(parts) != 4 or parts[2] not in _FROM_GGUF:
+    from_gguf = {there: here for here, there in in_layer.items()}
+    if parts[0] != "blk" or len(parts) != 4 or parts[2] not in from_gguf:
         return None
-    return f"model.layers.{parts[1]}.{_FROM_GGUF[parts[2]]}.{parts[3]}"
+    return f"model.layers.{parts[1]}.{from_gguf[parts[2]]}.{parts[3]}"

@@ -82,10 +82,10 @@ def resolve_model(config: ModelConfig, progress: Progress | None = None) -> Reso
         return _resolve_compiled(config, folder)
     arch = _native_arch(config, folder)
     dtype = _dtype(config, arch)
-    if load_format == "converted" and config.quantization != "gguf":
-        ensure_dtype(folder, getattr(torch, dtype), progress)
     if arch is None:
         return _resolve_compiled(config, _compile(config, folder, load_format, dtype, progress))
+    if load_format == "converted" and config.quantization != "gguf":
+        ensure_dtype(folder, getattr(torch, dtype), progress)
     return ResolvedModel(
         name=config.model_path,
         path=folder,
@@ -132,15 +132,23 @@ def _compile(
 ) -> Path:
     """The artifact, made by the compiler, which is a room above this one: imported by name."""
     ensure = importlib.import_module("cloverinfer.compiler.ensure")
-    source = compile_source(config, folder, load_format, dtype)
+    source = _source_fields(config, folder, load_format, dtype)
     made: Path = ensure.ensure_compiled(ensure.Source(**source), progress)
     return made
 
 
-def compile_source(
+def source_of(config: ModelConfig, progress: Progress) -> dict[str, Any]:
+    """What the compiler must know of the model that ``config`` names: its ``Source``'s fields."""
+    folder, load_format = _locate(config, progress)
+    if is_compiled(folder):
+        raise ModelError(f"{folder} is compiled already: give the folder of the model itself")
+    dtype = _native_dtype() if config.dtype == "auto" else config.dtype
+    return _source_fields(config, folder, load_format, dtype)
+
+
+def _source_fields(
     config: ModelConfig, folder: Path, load_format: str, dtype: str
 ) -> dict[str, Any]:
-    """What the compiler must know of a model: the fields of its ``Source``."""
     described, generation = _read_config(folder)
     return {
         "name": config.model_path,
