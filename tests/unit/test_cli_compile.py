@@ -11,6 +11,7 @@ from tests import compiled_models
 from cloverinfer.cli.entry import main
 from cloverinfer.config import ModelConfig
 from cloverinfer.models import resolve_model
+from cloverinfer.models.compiled import read_manifest
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_report_page_and_artifact(
-    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     page, out = tmp_path / "page.html", tmp_path / "out"
     command = ["compile", folder, "--dtype", "float32", "--json", "--quiet"]
@@ -38,7 +42,10 @@ def test_report_page_and_artifact(
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     model = resolve_model(ModelConfig(model_path=str(out)))
     assert model.dtype == "float32"
-    assert model.fingerprint == report["content"]
+    assert read_manifest(out).content_hash() == report["content"]
+    monkeypatch.setenv("CLOVER_CACHE", str(tmp_path / "cache"))
+    cached = resolve_model(ModelConfig(model_path=folder, dtype="float32"))
+    assert cached.fingerprint == model.fingerprint  # nodes with one or the other belong together
 
 
 def test_the_report_as_tables(folder: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,8 +74,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     weights: str
     """Size and samples of the weights, hashed."""
 
+    def identity(self) -> str:
+        """The same for the same model cut by the same rules, wherever it was compiled: nodes that
+        each compiled it for themselves belong together."""
+        same = (self.format, self.source_fingerprint, self.dtype, self.arch)
+        return hashlib.sha256(msgspec.json.encode(same, order="sorted")).hexdigest()
+
     def content_hash(self) -> str:
-        """Of everything that is computed with: the same for the same model, cut the same way."""
+        """Of all that the folder holds."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
 
     def model_arch(self) -> ModelArch:

@@ -180,7 +180,7 @@ def _resolve_compiled(config: ModelConfig, folder: Path) -> ResolvedModel:
         dtype=manifest.dtype,
         quantization=None,
         load_format="compiled",
-        fingerprint=manifest.content_hash(),
+        fingerprint=manifest.identity(),
         max_model_len=_limit(config, arch),
         eos_token_ids=arch.eos_token_ids,
         lowering=config.lowering,
