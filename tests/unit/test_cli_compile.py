@@ -36,7 +36,9 @@ def test_report_page_and_artifact(
     assert report["hop_bytes"] == 3 * (4 * 16 + 2 * 2 * 16 + 4 * 16) * 4
     q, kv, o, mlp = 64 * 64, 2 * 64 * 32, 64 * 64, 3 * 64 * 96
     assert report["parts"][1]["flops"] == 2 * (o + mlp + q + kv)
-    assert report["parts"][0]["weight_bytes"] == 4 * (96 * 64 + 64 + q + kv)
+    frequencies, scale = 16 // 2, 1
+    held = 96 * 64 + 64 + q + kv + frequencies + scale
+    assert report["parts"][0]["weight_bytes"] == 4 * held
     text = page.read_text()
     assert text.count("<rect") == 4 + 3
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
