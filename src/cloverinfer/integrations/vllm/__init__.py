@@ -15,6 +15,8 @@ def __getattr__(name: str) -> Any:
     """Imports the facade, and with it vLLM, when it is asked for."""
     if name != "RDMAConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .connector import RDMAConnector
-
+    try:
+        from .connector import RDMAConnector
+    except AttributeError as problem:  # which vLLM would take for a module without the class
+        raise ImportError(f"the connector cannot be loaded: {problem}") from problem
     return RDMAConnector
