@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import mmap
 import os
 import re
 import time
@@ -127,11 +128,19 @@ def copies_of(shape: Shape, cache: int) -> int:
     return max(1, -(-2 * cache // shape.kv_bytes)) if shape.kv_bytes < 4 * cache else 1
 
 
+def memory(nbytes: int) -> memoryview:
+    """In huge pages where the system has them, as pools of the inproc transport are."""
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(pages)
+
+
 def our_calls(shape: Shape, copies: int, threads: int) -> Rotation:
     needed = shape.batch * blocks_for(shape.context, BLOCK)
     layout = PoolLayout((shape.spec,), BLOCK, needed * copies)
     backend = CpuAttention(threads)
-    backend.allocate(layout, shape.heads)
+    backend.allocate(layout, shape.heads, memory(layout.total_bytes))
     step = 1 << 12
     k, v = torch.randn(2, step, shape.kv_heads, shape.dim).to(shape.compute).unbind()
     total = layout.num_blocks * BLOCK
@@ -156,10 +165,10 @@ def sdpa_calls(shape: Shape, copies: int) -> Rotation:
 
 
 class Probe:
-    """The read bandwidth, as a dot product over memory of its own; bytes per second."""
+    """The read bandwidth, as a dot product over memory like a pool's; bytes per second."""
 
     def __init__(self) -> None:
-        self._data = torch.ones(PROBE // 4)
+        self._data = torch.frombuffer(memory(PROBE), dtype=torch.float32).fill_(1)
 
     def __call__(self) -> float:
         started = time.perf_counter()

@@ -127,8 +127,10 @@ void Attention::check(const Layer& layer, const AttendCall& call) const {
 int64_t Attention::list_items(const Layer& layer, const AttendCall& call) {
   items_.clear();
   const int most = std::max(1, kMaxRows / layer.group);
-  for (int64_t row = 0; row < call.rows; ++row)
-    if (call.starts[row + 1] - call.starts[row] <= kMaxQueries) list_row(layer, call, row, most);
+  for (int64_t row = 0; row < call.rows; ++row) {
+    const int64_t queries = call.starts[row + 1] - call.starts[row];
+    if (call.most_queries == 0 || queries <= call.most_queries) list_row(layer, call, row, most);
+  }
   int64_t total = 0;
   for (const Item& item : items_) total += (item.whole.end - item.whole.begin) * item.whole.queries;
   return total;

@@ -16,8 +16,6 @@
 
 namespace clover::attention {
 
-// Rows with more query tokens than this are left to the caller, who has matrix products for them.
-constexpr int kMaxQueries = 8;
 // Query tokens times query heads of a KV head that are computed in one pass over the KV.
 constexpr int kMaxRows = 64;
 
@@ -54,9 +52,10 @@ struct AttendCall {
   const int32_t* lengths;
   int64_t rows;
   int64_t tokens;
-  void* o;      // [tokens, heads, v_dim], contiguous
-  float* lse;   // [tokens, heads], contiguous
-  DType dtype;  // of q and o: float32, bfloat16 or float16, whatever the layer stores
+  void* o;                   // [tokens, heads, v_dim], contiguous
+  float* lse;                // [tokens, heads], contiguous
+  DType dtype;               // of q and o: float32, bfloat16 or float16, whatever the layer stores
+  int64_t most_queries = 0;  // rows of more query tokens are left to the caller; 0: none are
 };
 
 class Attention {
@@ -75,7 +74,7 @@ class Attention {
   // std::invalid_argument before anything is written where a slot is outside the pool.
   void append(int layer, const AppendCall& call);
 
-  // Fills o and lse of every row of at most kMaxQueries query tokens; std::invalid_argument where
+  // Fills o and lse of every row that is not left to the caller; std::invalid_argument where
   // starts, lengths or blocks cannot be. Callers on several threads take turns.
   void attend(int layer, const AttendCall& call);
 

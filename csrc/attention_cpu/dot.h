@@ -25,7 +25,7 @@ struct Widened {
 template <typename K>
 struct Sums {
   const Tile<typename K::Stored>& tile;
-  const Ahead<typename K::Stored>& ahead;  // the second half of it is fetched
+  Ahead<typename K::Stored>& ahead;
   int v_dim;
   const typename K::Number* weights;
   const float* decay;
@@ -40,7 +40,7 @@ void add_values(const Sums<Widened<T>>& of, int e) {
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < E; ++j) sums[r][j] = load(acc + r * v_dim + e + j * kWidth) * decay[r];
   for (int i = 0; i < tile.count; ++i) {
-    if (i % 2 == 0) ahead.fetch(kTile / 2 + i / 2);
+    ahead.some();
     const T* value = tile.values[i] + e;
     Vec v[E];
     for (int j = 0; j < E; ++j) v[j] = load(value + j * kWidth);
@@ -85,7 +85,7 @@ void add_pairs(const Sums<Paired>& of, int e) {
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < 2 * E; ++j) sums[r][j] = load(acc + r * v_dim + e + j * kWidth) * decay[r];
   for (int i = 0; i < tile.count; i += 2) {
-    ahead.fetch(kTile / 2 + i / 2);
+    ahead.some();
     const __mmask32 second = i + 1 < tile.count ? ~0u : 0;  // none, rather than 0 times infinity
     __m512bh v[2 * E];
     for (int j = 0; j < E; ++j) {

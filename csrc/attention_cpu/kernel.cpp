@@ -21,15 +21,14 @@ namespace {
 // Scores of kWidth positions from `at` for R rows: scores[r * kTile + lane].
 template <typename K, int R>
 void score(int k_dim, const typename K::Number* q, const Tile<typename K::Stored>& tile,
-           const Ahead<typename K::Stored>& ahead, int at, float* scores) {
+           Ahead<typename K::Stored>& ahead, int at, float* scores) {
   Vec quads[R][kWidth / 4];
   for (int quad = 0; quad < kWidth / 4; ++quad) {
     const int i = at + 4 * quad;
     const typename K::Stored* const* k = tile.keys + i;
-    ahead.fetch(i / 2);
-    ahead.fetch(i / 2 + 1);
     Vec sums[R][4] = {};
     for (int d = 0; d < k_dim; d += K::kStep) {
+      ahead.some();
       const auto k0 = K::take(k[0] + d), k1 = K::take(k[1] + d);
       const auto k2 = K::take(k[2] + d), k3 = K::take(k[3] + d);
       for (int r = 0; r < R; ++r) {
@@ -148,16 +147,14 @@ template <typename K>
 struct ScoreRows {
   const Layer& layer;
   const Tile<typename K::Stored>& tile;
-  const Ahead<typename K::Stored>& ahead;
+  Ahead<typename K::Stored>& ahead;
   const typename K::Number* q;
   float* scores;
 
   template <int R>
   [[gnu::always_inline]] void run(int r) const {
-    const Ahead<typename K::Stored> none = {};
-    const auto& fetched = r == 0 ? ahead : none;  // once
     for (int i = 0; i < tile.count; i += kWidth)
-      score<K, R>(layer.k_dim, q + r * layer.k_dim, tile, fetched, i, scores + r * kTile + i);
+      score<K, R>(layer.k_dim, q + r * layer.k_dim, tile, ahead, i, scores + r * kTile + i);
   }
 };
 
@@ -165,13 +162,12 @@ template <typename K>
 struct AddRows {
   const Layer& layer;
   const Tile<typename K::Stored>& tile;
-  const Ahead<typename K::Stored>& ahead;
+  Ahead<typename K::Stored>& ahead;
   const Work<K>& work;
 
   template <int R, int E>
   [[gnu::always_inline]] void add(int r, int e) const {
-    const Ahead<typename K::Stored> none = {};
-    const Sums<K> of = {tile,           r == 0 && e == 0 ? ahead : none,
+    const Sums<K> of = {tile,           ahead,
                         layer.v_dim,    work.weights + r * kTile,
                         work.decay + r, work.acc + r * layer.v_dim};
     if constexpr (K::kInOrder) add_values<typename K::Stored, R, E>(of, e);
@@ -218,9 +214,21 @@ void begin(const Layer& layer, const Span& span, int rows, const Work<K>& work) 
   }
 }
 
+// Of the inner loops over a tile of `count` positions.
+template <typename K>
+int rounds(const Layer& layer, int rows, int count) {
+  const int chunks = (rows + kMaxHeads - 1) / kMaxHeads;
+  const int most = (rows > 2 ? 4 : 8) * kWidth, pair = 2 * K::kStep;  // as AddRows takes elements
+  const int left = layer.v_dim % most;
+  const int parts = layer.v_dim / most + left / pair + (left % pair + K::kStep - 1) / K::kStep;
+  const int scored = (count + kWidth - 1) / kWidth * (kWidth / 4);
+  const int added = K::kInOrder ? count : (count + 1) / 2;
+  return chunks * (scored * ((layer.k_dim + K::kStep - 1) / K::kStep) + added * parts);
+}
+
 template <typename K>
 void compute(const Layer& layer, const Span& span, int64_t at, const Tile<typename K::Stored>& tile,
-             const Ahead<typename K::Stored>& ahead, const Work<K>& work) {
+             Ahead<typename K::Stored>& ahead, const Work<K>& work) {
   const int rows = span.queries * layer.group;
   over_rows(rows, ScoreRows<K>{layer, tile, ahead, work.q, work.scores});
   const Softener<typename K::Stored> softener(layer, tile);
@@ -252,7 +260,8 @@ void span_of(const Layer& layer, const Span& span, const Span* next, float* scra
       locate(layer, span, at + kTile, other);
     else if (next)
       locate(layer, *next, next->begin, other);
-    const Ahead<T> ahead = {last && !next ? nullptr : &other, layer.k_dim, layer.v_dim};
+    Ahead<T> ahead(last && !next ? nullptr : &other, layer,
+                   rounds<K>(layer, rows, tiles[current].count));
     compute<K>(layer, span, at, tiles[current], ahead, work);
   }
 #if defined(__AVX512BF16__)

@@ -66,30 +66,57 @@ void locate(const Layer& layer, const Span& span, int64_t at, Tile<T>& tile) {
   }
 }
 
-// Asks for the rows of the tile after this one while this one is computed, in even steps: memory
-// then never idles, and what it can have under way at a time is never exceeded. Into the second
-// level: a whole tile is more than the first one can wait for. Keys and values take turns, as two
-// streams are read faster than one.
+// Asks for the lines of the tile after this one while this one is computed. What memory can have
+// under way at a time is little, about 30 lines a core, so it idles whenever nobody asks: the lines
+// are spread evenly over all of the tile's inner loops, of which each round is a call of `some`.
+// Into the second level, as a whole tile is more than the first one can wait for; rows of keys and
+// of values take turns, as two streams are read faster than one.
 template <typename T>
-struct Ahead {
-  const Tile<T>* next;  // or null
-  int k_dim;
-  int v_dim;
-
-  CLOVER_HEADER_INLINE static void lines(const void* row, int bytes) {
-    const char* p = static_cast<const char*>(row);
-    for (const char* end = p + bytes; p < end; p += 64) __builtin_prefetch(p, 0, 2);
+class Ahead {
+ public:
+  // `next` may be null; `calls` of `some` will follow.
+  Ahead(const Tile<T>* next, const Layer& layer, int calls)
+      : next_(next),
+        bytes_{layer.k_dim * static_cast<int>(sizeof(T)),
+               layer.v_dim * static_cast<int>(sizeof(T))},
+        rows_(next ? 2 * next->count : 0) {
+    const int lines = (bytes_[0] + 63) / 64 + (bytes_[1] + 63) / 64;
+    rate_ = calls > 0 ? (rows_ / 2 * lines * kLine + calls - 1) / calls : 0;
   }
 
-  CLOVER_HEADER_INLINE void fetch(int i) const {
-    if (next == nullptr || i >= next->count) return;
-    lines(next->keys[i], k_dim * static_cast<int>(sizeof(T)));
-    lines(next->values[i], v_dim * static_cast<int>(sizeof(T)));
-    if (kScaled<T> && i % 8 == 0) {
-      lines(next->key_scales[i], 4);
-      lines(next->value_scales[i], 4);
+  CLOVER_HEADER_INLINE void some() {
+    for (credit_ += rate_; credit_ >= kLine; credit_ -= kLine) {
+      if (at_ >= end_) open();
+      __builtin_prefetch(at_, 0, 2);
+      at_ += 64;
     }
   }
+
+ private:
+  static constexpr int kLine = 256;  // credit that a line costs
+
+  // The next row; at the end the last line again, which costs nothing.
+  CLOVER_HEADER_INLINE void open() {
+    if (row_ == rows_) {
+      at_ = end_ - 64;
+      return;
+    }
+    const int i = row_ / 2, side = row_ % 2;
+    at_ = reinterpret_cast<const char*>(side ? next_->values[i] : next_->keys[i]);
+    end_ = at_ + bytes_[side];
+    if (kScaled<T> && i % 8 == 0)
+      __builtin_prefetch(side ? next_->value_scales[i] : next_->key_scales[i], 0, 2);
+    ++row_;
+  }
+
+  const Tile<T>* next_;
+  const int bytes_[2];
+  const int rows_;
+  int rate_;
+  int credit_ = 0;
+  int row_ = 0;
+  const char* at_ = nullptr;
+  const char* end_ = nullptr;
 };
 
 }  // namespace

@@ -57,7 +57,7 @@ void append(Attention& self, int layer, int dtype, int64_t k, int64_t k_stride, 
 
 void attend(Attention& self, int layer, int dtype, int64_t q, int64_t q_stride, int64_t starts,
             int64_t tables, int64_t table_stride, int64_t lengths, int64_t rows, int64_t tokens,
-            int64_t o, int64_t lse) {
+            int64_t o, int64_t lse, int64_t most_queries) {
   const attention::Layer& of = checked_layer(self, layer);
   if (rows < 0 || tokens < 0) throw std::invalid_argument("sizes must not be negative");
   if (rows == 0 || tokens == 0) {
@@ -76,7 +76,8 @@ void attend(Attention& self, int layer, int dtype, int64_t q, int64_t q_stride, 
                                       tokens,
                                       at<void>(o, size, "o"),
                                       at<float>(lse, 4, "lse"),
-                                      dtype_of(dtype)};
+                                      dtype_of(dtype),
+                                      most_queries};
   py::gil_scoped_release release;
   self.attend(layer, call);
 }
@@ -105,7 +106,6 @@ std::vector<std::string> isas() {
 }  // namespace
 
 void bind_attention_cpu(py::module_& m) {
-  m.attr("ATTENTION_MAX_QUERIES") = attention::kMaxQueries;
   m.def("attention_isas", &isas);
   py::class_<Attention>(m, "CpuAttentionPool")
       .def(py::init(&make), py::arg("threads"), py::arg("isa"), py::arg("pool"),

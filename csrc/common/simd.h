@@ -142,19 +142,34 @@ CLOVER_INLINE void store(Float16* p, Vec v) {
 #endif
 }
 
+CLOVER_INLINE Vec bigger(Vec a, Vec b) { return a > b ? a : b; }
+
+// Combines all lanes by halves.
+template <typename F>
+CLOVER_INLINE float over_lanes(Vec v, const F& f) {
+#if defined(__AVX512F__)
+  v = f(v, CLOVER_SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  v = f(v, CLOVER_SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  v = f(v, CLOVER_SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+  v = f(v, CLOVER_SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+#elif defined(__AVX2__)
+  v = f(v, CLOVER_SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
+  v = f(v, CLOVER_SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5));
+  v = f(v, CLOVER_SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6));
+#else
+  v = f(v, CLOVER_SHUFFLE(v, v, 2, 3, 0, 1));
+  v = f(v, CLOVER_SHUFFLE(v, v, 1, 0, 3, 2));
+#endif
+  return v[0];
+}
+
 CLOVER_INLINE float sum(Vec v) {
-  float total = v[0];
-  for (int i = 1; i < kWidth; ++i) total += v[i];
-  return total;
+  return over_lanes(v, [](Vec a, Vec b) { return a + b; });
 }
 
 CLOVER_INLINE float largest(Vec v) {
-  float best = v[0];
-  for (int i = 1; i < kWidth; ++i) best = v[i] > best ? v[i] : best;
-  return best;
+  return over_lanes(v, [](Vec a, Vec b) { return bigger(a, b); });
 }
-
-CLOVER_INLINE Vec bigger(Vec a, Vec b) { return a > b ? a : b; }
 
 // Folds four vectors into one whose every four lanes are partial sums of a, b, c, d in turn.
 CLOVER_INLINE Vec fold_four(Vec a, Vec b, Vec c, Vec d) {

@@ -9,17 +9,14 @@ from typing_extensions import Buffer
 
 # --- attention on the CPU (csrc/bindings/attention_cpu.cpp) ---
 
-ATTENTION_MAX_QUERIES: int
-"""``CpuAttentionPool.attend`` leaves rows of more query tokens alone."""
-
 def attention_isas() -> list[str]:
     """Instruction sets compiled in and supported by this processor, the baseline first."""
 
 class CpuAttentionPool:
     """A KV pool in memory of the caller's, which must outlive it, and threads to attend over it.
 
-    Types are codes: 0 float32, 1 bfloat16, 2 float16. Strides count elements. Whatever is out of
-    range is a ``ValueError``.
+    Types are codes: 0 float32, 1 bfloat16, 2 float16, 3 int8 (stored only). Strides count elements.
+    Whatever is out of range is a ``ValueError``.
     """
 
     def __init__(
@@ -76,8 +73,10 @@ class CpuAttentionPool:
         tokens: int,
         o: int,
         lse: int,
+        most_queries: int,
         /,
-    ) -> None: ...
+    ) -> None:
+        """Rows of more than ``most_queries`` query tokens are left alone; 0: none are."""
     def table(self) -> AttentionTable: ...
 
 # --- checksums (csrc/bindings/checksum.cpp) ---

@@ -10,13 +10,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 import torch
 
 from cloverinfer.attention import AttentionBackend, backend_names, create_backend
 from cloverinfer.attention.cuda import missing
 from cloverinfer.attention.null import AppendCall, AttendCall, NullAttention
-from cloverinfer.attention.pool import DTYPES
+from cloverinfer.attention.pool import DTYPES, STORED, quantise
 from cloverinfer.core.errors import ConfigError
 from cloverinfer.kvcache.layout import KVSpec, PoolLayout, blocks_for
 from cloverinfer.transport.base import DeviceMemory
@@ -229,6 +230,67 @@ def test_small_and_large_blocks(name: str, block_size: int) -> None:
 @pytest.mark.parametrize("name", COMPUTING)
 def test_values_of_another_size_than_keys(name: str) -> None:
     check(name, Case(make_spec(2, 48, v_dim=16), 6, 16, [1, 3, 40], [9, 70, 100]))
+
+
+def stored_as(case: Case, stored: str) -> Case:
+    """The same calls over a pool of another type, and keys and values as it gives them back."""
+    case.spec = msgspec.structs.replace(case.spec, dtype=stored)
+    return case
+
+
+def as_stored(x: torch.Tensor, stored: str) -> torch.Tensor:
+    if stored != "int8":
+        return x.to(DTYPES[stored]).double()
+    numbers, scales = quantise(x)
+    return numbers.double() * scales[..., None].double()
+
+
+@pytest.mark.parametrize("name", ON_HOST)
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize(("dim", "group"), [(64, 3), (80, 8), (128, 4), (256, 1)])
+def test_pools_of_another_type_than_the_tokens(
+    name: str, stored: str, dtype: str, dim: int, group: int
+) -> None:
+    """Exact but for what storing rounds: the reference attends over what the pool holds."""
+    assert create_backend(name).capabilities.converts
+    case = Case(make_spec(2, dim, dtype), 2 * group, 16, [1, 9, 1, 30], [77, 9, 300, 100])
+    backend = opened(name, stored_as(case, stored).layout, case.heads)
+    case.fill(backend)
+    o, lse = case.attend(backend)
+    case.k_tnd, case.v_tne = as_stored(case.k_tnd, stored), as_stored(case.v_tne, stored)
+    expected_o, expected_lse = dense(case)
+    close_to(o, expected_o, dtype)
+    assert (lse.double() - expected_lse).abs().max() <= 2 * lse_tolerance(dtype)
+
+
+@pytest.mark.parametrize("name", ON_HOST)
+def test_int8_is_within_half_a_step_of_each_token_and_head(name: str) -> None:
+    """Tokens of very different sizes: each keeps its own scale, and one token gives itself back."""
+    case = Case(make_spec(2, 64), 6, 16, [1] * 5, [1] * 5)
+    sizes = torch.tensor([0.0, 1e-4, 1.0, 300.0, 1e6])
+    case.v_tne *= sizes[:, None, None]
+    backend = opened(name, stored_as(case, "int8").layout, case.heads)
+    case.fill(backend)
+    o, _ = case.attend(backend)
+    given = case.v_tne.repeat_interleave(3, 1)
+    step = given.abs().amax(-1, keepdim=True) / 127
+    assert ((o - given).abs() <= step * 0.5001).all()
+    assert (o - given).abs().max() > 1, "the largest are not stored as they were"
+
+
+@pytest.mark.parametrize("source", ON_HOST)
+@pytest.mark.parametrize("target", ON_HOST)
+def test_int8_blocks_export_with_their_scales(source: str, target: str) -> None:
+    case = Case(make_spec(2, 16), 4, 16, [1, 1, 30], [40, 50, 60])
+    layout = stored_as(case, "int8").layout
+    assert layout.block_bytes == 2 * 16 * (2 * 16 + 2 * 4)
+    one, other = opened(source, layout, 4), opened(target, layout, 4)
+    case.fill(one)
+    data = one.export_blocks(case.blocks)
+    other.import_blocks(case.blocks, data)
+    assert torch.equal(other.export_blocks(case.blocks), data)
+    close_to(case.attend(other)[0], case.attend(one)[0].double(), "float32")
 
 
 @pytest.mark.parametrize("name", COMPUTING)
@@ -462,13 +524,13 @@ def test_tokens_of_another_type_or_shape_are_refused(name: str) -> None:
     backend = opened(name, case.layout, 4)
     case.fill(backend)
     with pytest.raises(ValueError, match="k must be"):
-        backend.append(0, case.k_tnd.half(), case.v_tne, case.slots)
+        backend.append(0, case.k_tnd.double(), case.v_tne, case.slots)
     with pytest.raises(ValueError, match="v must be"):
         backend.append(0, case.k_tnd, case.v_tne[:, :1], case.slots)
     with pytest.raises(ValueError, match="contiguous"):
         backend.append(0, case.k_tnd.mT.contiguous().mT, case.v_tne, case.slots)
     with pytest.raises(ValueError, match="q must be"):
-        backend.attend(0, case.q_thd.half(), case.starts, case.tables, case.lengths_r)
+        backend.attend(0, case.q_thd.double(), case.starts, case.tables, case.lengths_r)
 
 
 def test_null_records_and_gives_zeros() -> None:

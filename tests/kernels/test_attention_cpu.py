@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -224,3 +225,22 @@ def test_merge_of_disjoint_contexts() -> None:
     spec = make_spec(torch.float32, 16)
     halves = [attend_plain(spec, q, k[:, at], v[:, at]) for at in (slice(30), slice(30, 80))]
     close(merge(*halves), attend_plain(spec, q, k, v))
+
+
+def test_idle_threads_use_no_processor() -> None:
+    """Processor time of the whole process, while its threads have nothing to do."""
+    spec = make_spec(torch.float32)
+    backend = CpuAttention(3)
+    backend.allocate(PoolLayout((spec,), BLOCK, 256), 6)
+    tokens = 256 * BLOCK
+    k = torch.randn(tokens, 2, 64)
+    backend.append(0, k, k, torch.arange(tokens))
+    table = torch.arange(256, dtype=torch.int32)[None]
+    starts, length = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([tokens]).int()
+    used = time.process_time()
+    backend.attend(0, torch.randn(1, 6, 64), starts, table, length)
+    assert time.process_time() > used, "the clock stands still"
+    used = time.process_time()
+    time.sleep(0.6)
+    assert time.process_time() - used < 0.2, "threads wait awake"
+    backend.close()

@@ -8,6 +8,7 @@ import torch
 from cloverinfer.core.errors import ConfigError
 from cloverinfer.kvcache.convert import (
     PoolWriter,
+    block_parts,
     block_views,
     convert,
     covers_heads,
@@ -49,6 +50,45 @@ def test_what_is_no_number_stays_none(wanted):
     made = convert(nans, "float32", wanted)
     values = convert(made, wanted, "float32")
     assert np.isnan(values).all()
+
+
+def test_int8_keeps_each_token_within_half_a_step():
+    rng = np.random.default_rng(0)
+    sizes = np.float32([0, 1e-6, 1, 1e5])[:, None, None]
+    given = rng.standard_normal((4, 3, 8)).astype(np.float32) * sizes
+    packed = convert(given, "float32", "int8")
+    assert packed.shape == (4, 3, 8 + 4)
+    back = convert(packed, "int8", "float32")
+    step = np.abs(given).max(-1, keepdims=True) / 127
+    assert (np.abs(back - given) <= step * 0.5001).all()
+    assert (back != given).any()
+    assert convert(packed, "int8", "int8") is packed
+    half = convert(packed, "int8", "bfloat16")
+    assert same(half, convert(back, "float32", "bfloat16"))
+
+
+@pytest.mark.parametrize(("theirs", "mine"), [(4, 8), (8, 4), (1, 16)])
+def test_int8_blocks_change_size_bit_for_bit(theirs, mine):
+    """Numbers and scales move as they are; from floats they are made on the way."""
+    rng = np.random.default_rng(1)
+    spec = msgspec.structs.replace(SPEC, dtype="int8")
+    count = 11
+    tokens = [rng.standard_normal((count, 4, d)).astype(np.float32) for d in (8, 4)]
+    pools = []
+    for size in (theirs, mine):
+        layout = PoolLayout((spec,), size, -(-count // size))
+        pool = np.zeros(layout.total_bytes, np.uint8)
+        packed = [convert(x, "float32", "int8") for x in tokens]
+        PoolWriter(layout, memoryview(pool)).store(0, *packed, np.arange(count), 0)
+        pools.append((layout, pool))
+    (theirs_layout, given), (layout, wanted) = pools
+    memory = given.reshape(theirs_layout.num_blocks, -1)
+    moved = np.zeros_like(wanted)
+    parts = block_parts(memory, spec, theirs)
+    k, v = (gather_tokens(part, 0, count) for part in parts)
+    PoolWriter(layout, memoryview(moved)).store(0, k, v, np.arange(count), 0)
+    assert np.array_equal(moved, wanted)
+    assert wanted.any()
 
 
 @pytest.mark.parametrize(("theirs", "mine"), [(4, 8), (8, 4), (4, 4), (1, 16), (16, 1)])
@@ -114,7 +154,7 @@ def test_what_converts_is_told_from_what_needs_not(sender, first_head, differ):
         (layout_of(kv_heads=8), 0, "kv_heads of layer 0 are 0 to 7 at the sender and 4 here"),
         (layout_of(kv_heads=2), 3, "kv_heads of layer 0 are 3 to 4 at the sender and 4 here"),
         (layout_of(layers=3), 0, "3 layers and the receiver 2"),
-        (layout_of(dtype="int8"), 0, "int8"),
+        (layout_of(dtype="float8_e4m3"), 0, "float8_e4m3"),
     ],
 )
 def test_what_cannot_convert_is_refused_with_both_values(sender, first_head, match):

@@ -33,6 +33,8 @@ class Capabilities:
     """False: results are zeros (the null backend)."""
     features: frozenset[str] = frozenset()
     """Of ``window``, ``softcap``, ``sinks``, ``alibi``; a spec asking for another is refused."""
+    converts: bool = False
+    """Queries, keys and values may be of any float type, whatever is stored; else of that type."""
     checks_late: bool = False
     """A block or slot outside the pool is not followed, and is an error of the next call only."""
 
@@ -73,7 +75,8 @@ class AttentionBackend(ABC):
     ) -> None:
         """Stores keys and values; ``slots_t`` int64, ``block * block_size + offset``.
 
-        ``k_tnd`` and ``v_tne`` are of the stored type; heads and elements are contiguous within
+        ``k_tnd`` and ``v_tne`` are of the stored type, or of one type that the backend converts
+        from (``Capabilities.converts``); heads and elements are contiguous within
         a token, the token stride is free.
         """
 

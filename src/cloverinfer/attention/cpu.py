@@ -15,12 +15,17 @@ from ..core.errors import ConfigError
 from ..kvcache.layout import KVSpec, PoolLayout
 from ..transport.base import DeviceMemory
 from .base import AttentionBackend, Capabilities, NativeAttention
-from .pool import ALL_FEATURES, DTYPES, Pool, check_layout, check_tokens
+from .pool import ALL_FEATURES, DTYPES, STORED, Pool, check_floats, check_layout
 from .rows import attend_fast, first_visible
 
-_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
+_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
 """``clover::attention::DType``."""
+_CODE_OF = {dtype: _CODES[name] for name, dtype in DTYPES.items()}
 HEAD_SIZE_STEP = 8
+_TABLE_QUERIES = 8
+"""Most query tokens of a row in a layer loop without Python."""
+_FUSED_QUERIES = 8
+"""Rows of more query tokens go to torch's kernel."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,6 @@ class _Layer:
     """What a call needs to know of its layer, looked up once."""
 
     spec: KVSpec
-    code: int
-    dtype: torch.dtype
     q_token: tuple[int, int]
     k_token: tuple[int, int]
     v_token: tuple[int, int]
@@ -44,9 +47,10 @@ class CpuAttention(AttentionBackend):
     capabilities = Capabilities(
         name="cpu",
         device="cpu",
-        dtypes=tuple(DTYPES),
+        dtypes=STORED,
         direct_puts=True,
         features=ALL_FEATURES,
+        converts=True,
     )
 
     def __init__(self, threads: int = 1, isa: str = "auto") -> None:
@@ -82,11 +86,13 @@ class CpuAttention(AttentionBackend):
         native, of = self._open(), self._layers[layer]
         tokens = slots_t.shape[0]
         _check_index("slots", slots_t, torch.int64)
-        check_tokens("k", k_tnd, (tokens, *of.k_token), of.dtype)
-        check_tokens("v", v_tne, (tokens, *of.v_token), of.dtype)
+        check_floats("k", k_tnd, (tokens, *of.k_token))
+        check_floats("v", v_tne, (tokens, *of.v_token))
+        if k_tnd.dtype != v_tne.dtype:
+            raise ValueError(f"k and v must be of one type, not {k_tnd.dtype} and {v_tne.dtype}")
         native.append(
             layer,
-            of.code,
+            _CODE_OF[k_tnd.dtype],
             k_tnd.data_ptr(),
             k_tnd.stride(0),
             v_tne.data_ptr(),
@@ -105,13 +111,14 @@ class CpuAttention(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         native, of = self._open(), self._layers[layer]
         tokens, rows = q_thd.shape[0], lengths_r.shape[0]
-        check_tokens("q", q_thd, (tokens, *of.q_token), of.dtype)
+        check_floats("q", q_thd, (tokens, *of.q_token))
         _check_rows(query_starts, block_tables_rb, lengths_r)
-        o_the = torch.empty((tokens, *of.o_token), dtype=of.dtype)
+        most_queries = self._most_queries(layer, q_thd.dtype)
+        o_the = torch.empty((tokens, *of.o_token), dtype=q_thd.dtype)
         lse_th = torch.empty((tokens, of.o_token[0]))
         native.attend(
             layer,
-            of.code,
+            _CODE_OF[q_thd.dtype],
             q_thd.data_ptr(),
             q_thd.stride(0),
             query_starts.data_ptr(),
@@ -122,16 +129,22 @@ class CpuAttention(AttentionBackend):
             tokens,
             o_the.data_ptr(),
             lse_th.data_ptr(),
+            most_queries,
         )
-        if tokens > rows:
+        if most_queries and tokens > rows:
             starts, lengths = query_starts.tolist(), lengths_r.tolist()
             for row in range(rows):
                 at = slice(starts[row], starts[row + 1])
-                if at.stop - at.start > _native.ATTENTION_MAX_QUERIES:
+                if at.stop - at.start > most_queries:
                     o_the[at], lse_th[at] = self._attend_prompt(
                         layer, q_thd[at], block_tables_rb[row], lengths[row]
                     )
         return o_the, lse_th
+
+    def _most_queries(self, layer: int, dtype: torch.dtype) -> int:
+        """Of rows that the native kernels serve best; 0: they serve all."""
+        spec = self._layers[layer].spec
+        return _FUSED_QUERIES if DTYPES.get(spec.dtype) == dtype else 0
 
     def _attend_prompt(
         self, layer: int, q_thd: torch.Tensor, table_b: torch.Tensor, length: int
@@ -140,7 +153,7 @@ class CpuAttention(AttentionBackend):
         spec = self._layers[layer].spec
         first = first_visible(spec, q_thd.shape[0], length)
         k_nld, v_nle = self._pool.gather(layer, table_b, first, length)
-        return attend_fast(spec, q_thd, k_nld, v_nle)
+        return attend_fast(spec, q_thd, k_nld.to(q_thd.dtype), v_nle.to(q_thd.dtype))
 
     def export_blocks(self, blocks: list[int]) -> torch.Tensor:
         self._open()
@@ -153,7 +166,7 @@ class CpuAttention(AttentionBackend):
         self._pool.import_blocks(blocks, data)
 
     def native(self) -> NativeAttention | None:
-        return NativeAttention(self._open().table(), _native.ATTENTION_MAX_QUERIES)
+        return NativeAttention(self._open().table(), _TABLE_QUERIES)
 
     def close(self) -> None:
         self._native = None  # joins its threads before the pool can go
@@ -193,8 +206,6 @@ def _add_layer(native: _native.CpuAttentionPool, spec: KVSpec, num_heads: int) -
 def _layer(spec: KVSpec, num_heads: int) -> _Layer:
     return _Layer(
         spec=spec,
-        code=_CODES[spec.dtype],
-        dtype=DTYPES[spec.dtype],
         q_token=(num_heads, spec.k_dim),
         k_token=(spec.kv_heads, spec.k_dim),
         v_token=(spec.kv_heads, spec.v_dim),

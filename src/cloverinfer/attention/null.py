@@ -10,7 +10,7 @@ import torch
 from ..kvcache.layout import PoolLayout
 from ..transport.base import DeviceMemory
 from .base import AttentionBackend, Capabilities
-from .pool import ALL_FEATURES, DTYPES, check_import, check_layout
+from .pool import ALL_FEATURES, STORED, check_import, check_layout
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,11 @@ class NullAttention(AttentionBackend):
     capabilities = Capabilities(
         name="null",
         device="cpu",
-        dtypes=tuple(DTYPES),
+        dtypes=STORED,
         direct_puts=True,
         computes=False,
         features=ALL_FEATURES,
+        converts=True,
     )
 
     def __init__(self, threads: int = 1) -> None:

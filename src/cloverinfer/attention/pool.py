@@ -12,11 +12,14 @@ import math
 import torch
 
 from ..core.errors import ConfigError
-from ..kvcache.layout import KVSpec, PoolLayout, blocks_for
+from ..kvcache.layout import DTYPE_BYTES, SCALE_BYTES, KVSpec, PoolLayout, blocks_for
 from ..transport.base import DeviceMemory
 from .base import Capabilities
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Of queries, keys, values and results."""
+STORED = (*DTYPES, "int8")
+"""What a pool on the host holds."""
 ALIGNMENT = 64
 """Bytes; a cache line, and the widest vector."""
 
@@ -28,15 +31,35 @@ class Pool:
         self.layout = layout
         self.bytes = _own(layout.total_bytes) if buffer is None else _view(buffer, layout)
         self._layers = [self._layer_views(i) for i in range(layout.num_layers)]
+        self._scales = [self._scale_views(i) for i in range(layout.num_layers)]
 
     def _layer_views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         spec, size = self.layout.specs[layer], self.layout.block_size
-        flat = self._layer_bytes(layer).view(DTYPES[spec.dtype])
+        flat = self._layer_bytes(layer)[:, : self._scales_at(spec)]
+        flat = flat.view(DTYPES.get(spec.dtype, torch.int8))
         split = spec.kv_heads * spec.k_dim * size
         blocks = self.layout.num_blocks
         keys = flat[:, :split].view(blocks, spec.kv_heads, size, spec.k_dim)
         values = flat[:, split:].view(blocks, spec.kv_heads, size, spec.v_dim)
         return keys, values
+
+    def _scales_at(self, spec: KVSpec) -> int:
+        """Where in a block its numbers end."""
+        return (
+            spec.kv_heads
+            * (spec.k_dim + spec.v_dim)
+            * self.layout.block_size
+            * DTYPE_BYTES[spec.dtype]
+        )
+
+    def _scale_views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of keys and of values, ``[b, n, size]``; None where the type has none."""
+        spec = self.layout.specs[layer]
+        if spec.dtype not in SCALE_BYTES:
+            return None
+        flat = self._layer_bytes(layer)[:, self._scales_at(spec) :].view(torch.float32)
+        pair = flat.view(len(flat), 2, spec.kv_heads, self.layout.block_size)
+        return pair[:, 0], pair[:, 1]
 
     def _layer_bytes(self, layer: int) -> torch.Tensor:
         nbytes = self.layout.layer_block_bytes(layer)
@@ -47,27 +70,35 @@ class Pool:
     def append(
         self, layer: int, k_tnd: torch.Tensor, v_tne: torch.Tensor, slots_t: torch.Tensor
     ) -> None:
-        """Stores tokens; ``ValueError`` where a slot is outside the pool."""
+        """Stores tokens of any of ``DTYPES``; ``ValueError`` where a slot is outside the pool."""
         size = self.layout.block_size
         _check_range("slot", slots_t, size * self.layout.num_blocks)
         blocks, offsets = slots_t // size, slots_t % size
-        keys, values = self._layers[layer]
-        keys[blocks, :, offsets] = k_tnd
-        values[blocks, :, offsets] = v_tne
+        for i, numbers in enumerate((k_tnd, v_tne)):
+            place, scales = self._layers[layer][i], self._scales[layer]
+            if scales is None:
+                place[blocks, :, offsets] = numbers.to(place.dtype)
+            else:
+                place[blocks, :, offsets], scales[i][blocks, :, offsets] = quantise(numbers)
 
     def gather(
         self, layer: int, table_b: torch.Tensor, start: int, length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys ``[n, l, d]`` and values ``[n, l, e]`` of positions ``start`` to ``length - 1``."""
+        """Keys ``[n, l, d]`` and values ``[n, l, e]`` of positions ``start`` to ``length - 1``, in
+        the stored type; int8 as float32."""
         size = self.layout.block_size
         first = start // size
         blocks = table_b[first : blocks_for(length, size)]
         _check_range("block", blocks, self.layout.num_blocks)
         skip = slice(start - first * size, length - first * size)
-        keys, values = self._layers[layer]
+        scales = self._scales[layer]
+        keys, values = (
+            numbers[blocks] if scales is None else numbers[blocks] * scales[i][blocks][..., None]
+            for i, numbers in enumerate(self._layers[layer])
+        )
         return (
-            keys[blocks].transpose(0, 1).flatten(1, 2)[:, skip],
-            values[blocks].transpose(0, 1).flatten(1, 2)[:, skip],
+            keys.transpose(0, 1).flatten(1, 2)[:, skip],
+            values.transpose(0, 1).flatten(1, 2)[:, skip],
         )
 
     def export_blocks(self, blocks: list[int]) -> torch.Tensor:
@@ -88,6 +119,15 @@ class Pool:
         index = torch.tensor(blocks, dtype=torch.int64)
         _check_range("block", index, self.layout.num_blocks)
         return index
+
+
+def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x`` as int8 and, for each last dimension, float32 scales: 127 steps to its largest size."""
+    x = x.float()
+    most = x.abs().amax(-1)
+    steps = torch.where(most > 0, 127 / most, 0)
+    numbers = (x.double() * steps.double()[..., None]).round()  # rounded once, as a fused step does
+    return numbers.to(torch.int8), most / 127
 
 
 def _own(nbytes: int) -> torch.Tensor:
@@ -150,6 +190,9 @@ def _check_spec(capabilities: Capabilities, spec: KVSpec, where: str, num_heads:
         _require(f"{where}.{field}", value, value >= 1, "at least 1")
     good = num_heads >= 1 and num_heads % spec.kv_heads == 0
     _require("num_heads", num_heads, good, f"a multiple of {where}.kv_heads = {spec.kv_heads}")
+    for field in ("k_dim", "v_dim") if spec.dtype in SCALE_BYTES else ():
+        value = getattr(spec, field)  # scales lie behind the numbers
+        _require(f"{where}.{field}", value, value % 4 == 0, f"a multiple of 4 for {spec.dtype}")
     known = f"one of {', '.join(capabilities.dtypes)} for the {capabilities.name} backend"
     _require(f"{where}.dtype", spec.dtype, spec.dtype in capabilities.dtypes, known)
     _require(f"{where}.scale", spec.scale, math.isfinite(spec.scale), "finite")
@@ -192,3 +235,10 @@ def check_tokens(
     strides = x.stride()
     if (strides[2] != 1 and size > 1) or (strides[1] != size and heads > 1):
         raise ValueError(f"{name} must be contiguous within a token; its strides are {strides}")
+
+
+def check_floats(name: str, x: torch.Tensor, shape: tuple[int, int, int]) -> None:
+    """``check_tokens`` for any of ``DTYPES``."""
+    if x.dtype not in DTYPES.values():
+        raise ValueError(f"{name} must be of {', '.join(DTYPES)}, not {x.dtype}")
+    check_tokens(name, x, shape, x.dtype)

@@ -7,7 +7,7 @@ import torch
 from ..kvcache.layout import PoolLayout
 from ..transport.base import DeviceMemory
 from .base import AttentionBackend, Capabilities
-from .pool import ALL_FEATURES, DTYPES, Pool, check_layout, check_tokens
+from .pool import ALL_FEATURES, STORED, Pool, check_floats, check_layout
 from .rows import attend_plain, first_visible
 
 
@@ -19,9 +19,10 @@ class TorchAttention(AttentionBackend):
     capabilities = Capabilities(
         name="torch",
         device="cpu",
-        dtypes=tuple(DTYPES),
+        dtypes=STORED,
         direct_puts=True,
         features=ALL_FEATURES,
+        converts=True,
     )
 
     def __init__(self, threads: int = 1) -> None:
@@ -40,9 +41,8 @@ class TorchAttention(AttentionBackend):
     ) -> None:
         pool = self._open_pool()
         spec, tokens = pool.layout.specs[layer], slots_t.shape[0]
-        dtype = DTYPES[spec.dtype]
-        check_tokens("k", k_tnd, (tokens, spec.kv_heads, spec.k_dim), dtype)
-        check_tokens("v", v_tne, (tokens, spec.kv_heads, spec.v_dim), dtype)
+        check_floats("k", k_tnd, (tokens, spec.kv_heads, spec.k_dim))
+        check_floats("v", v_tne, (tokens, spec.kv_heads, spec.v_dim))
         pool.append(layer, k_tnd, v_tne, slots_t)
 
     def attend(
@@ -55,7 +55,7 @@ class TorchAttention(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         pool = self._open_pool()
         spec, tokens = pool.layout.specs[layer], q_thd.shape[0]
-        check_tokens("q", q_thd, (tokens, self._heads, spec.k_dim), DTYPES[spec.dtype])
+        check_floats("q", q_thd, (tokens, self._heads, spec.k_dim))
         o_the = q_thd.new_empty((tokens, self._heads, spec.v_dim))
         lse_th = torch.empty((tokens, self._heads))
         starts = query_starts.tolist()

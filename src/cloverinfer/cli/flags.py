@@ -19,6 +19,7 @@ from ..config.cluster import (
     ATTENTION_BACKENDS,
     DTYPES,
     EXECUTORS,
+    KV_CACHE_DTYPES,
     LOAD_FORMATS,
     LOWERINGS,
     MODEL_IMPLS,
@@ -104,6 +105,9 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     option(group, "--block-size", "cache.block_size", text, int)
     text = "of the prefill nodes, whose blocks are converted (default: as --block-size)"
     option(group, "--prefill-block-size", "cache.prefill_block_size", text, int)
+    text = "of stored keys and values; auto: as --dtype; int8: scaled by token and head "
+    text += f"(default: {cache.kv_cache_dtype})"
+    option(group, "--kv-cache-dtype", "cache.kv_cache_dtype", text, choices=KV_CACHE_DTYPES)
     text = f"KV pool of each attention node in GiB (default: {cache.memory_gib:g})"
     option(group, "--memory-gib", "cache.memory_gib", text, float)
     text = "blocks per pool (default: by --memory-gib)"

@@ -10,6 +10,7 @@ from ..core.errors import ConfigError
 from .network import NetworkConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 TOPOLOGIES = ("colocated", "pd", "pda")
 EXECUTORS = ("local", "process", "ray")
 TRANSPORTS = ("auto", "inproc", "cuda_ipc", "shm", "rdma", "tcp", "ray", "nixl")
@@ -123,6 +124,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_blocks: int | None = None
     """Blocks of ``block_size`` tokens per pool; overrides ``memory_gib``. A prefill node with
     another block size has blocks for as many tokens."""
+    kv_cache_dtype: str = "auto"
+    """Type that keys and values are stored in: auto (as each node computes), float32, bfloat16,
+    float16, or int8 with a scale for each token and KV head."""
     enable_prefix_caching: bool = True
     """Full blocks stay findable by their tokens after a request ends, until the space is needed."""
 
@@ -134,6 +138,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             _int_at_least("cache", self, 1, field)
             good = size <= 256 and size & (size - 1) == 0
             _check("cache", field, size, good, "a power of two from 1 to 256")
+        known = f"one of {', '.join(KV_CACHE_DTYPES)}"
+        stored = self.kv_cache_dtype
+        _check("cache", "kv_cache_dtype", stored, stored in KV_CACHE_DTYPES, known)
         _positive("cache", self, "memory_gib")
         if self.num_blocks is not None:
             _int_at_least("cache", self, 1, "num_blocks")

@@ -3,6 +3,8 @@
 The canonical layout, the one that crosses wires: layers follow one another; a layer is
 ``num_blocks`` blocks; a block of a layer is contiguous, keys ``[kv_heads, block_size, k_dim]``
 and then values ``[kv_heads, block_size, v_dim]``, so a block of one layer is one range of a put.
+int8 numbers have a scale for each token and KV head: after the values come the keys' scales,
+float32 ``[kv_heads, block_size]``, and the values'.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import msgspec
 
 from ..core.errors import ConfigError
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
+SCALE_BYTES = {"int8": 4}
+"""Of types whose scales lie in the blocks; per token, KV head, and of keys and values each."""
 CANONICAL_LAYOUT = "canonical-v1"
 
 
@@ -25,7 +29,7 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     k_dim: int
     v_dim: int
     dtype: str
-    """Stored type: float32, bfloat16, float16 or float8_e4m3."""
+    """Stored type: float32, bfloat16, float16, int8 (scaled by token and head) or float8_e4m3."""
     scale: float
     """Multiplies q.k before the softmax."""
     window: int | None = None
@@ -44,7 +48,8 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def token_bytes(self) -> int:
         """Bytes of one token of this layer."""
-        return self.kv_heads * (self.k_dim + self.v_dim) * DTYPE_BYTES[self.dtype]
+        numbers = (self.k_dim + self.v_dim) * DTYPE_BYTES[self.dtype]
+        return self.kv_heads * (numbers + 2 * SCALE_BYTES.get(self.dtype, 0))
 
 
 class PoolLayout(msgspec.Struct, frozen=True, dict=True):

@@ -64,7 +64,8 @@ class Node(ABC):
         self.config = config
         self.model = model
         self.gate = gate
-        self.specs = kv_specs(model.arch, model.dtype)
+        stored = config.cache.kv_cache_dtype
+        self.specs = kv_specs(model.arch, model.dtype if stored == "auto" else stored)
         if len(self.specs) >= MAX_LAYERS:
             raise ConfigError(
                 f"{model.name} has {len(self.specs)} layers; at most {MAX_LAYERS - 1}"

@@ -9,8 +9,8 @@ import torch
 from ..attention.base import AttentionBackend
 from ..core.errors import ConfigError, DeadlineError, TransportError
 from ..kvcache.checksum import BlockSums
-from ..kvcache.convert import Array, PoolWriter
-from ..kvcache.layout import CANONICAL_LAYOUT, PoolLayout
+from ..kvcache.convert import Array, PoolWriter, convert
+from ..kvcache.layout import CANONICAL_LAYOUT, SCALE_BYTES, PoolLayout
 from ..transport import Region
 from ..wire.messages import Fence, Fenced, Message, encode
 from .base import Node, log
@@ -96,7 +96,11 @@ def _appender(backend: AttentionBackend, layout: PoolLayout) -> Store:
         layer: int, k_tnd: Array, v_tne: Array, slots_t: npt.NDArray[np.int64], first_head: int
     ) -> None:
         assert first_head == 0, "heads were checked at the meeting"
-        dtype = getattr(torch, layout.specs[layer].dtype)
+        stored = layout.specs[layer].dtype
+        if stored in SCALE_BYTES:  # backends take floats
+            k_tnd, v_tne = (convert(x, stored, "float32") for x in (k_tnd, v_tne))
+            stored = "float32"
+        dtype = getattr(torch, stored)
         k, v = (torch.from_numpy(np.ascontiguousarray(x)) for x in (k_tnd, v_tne))
         backend.append(layer, k.view(dtype), v.view(dtype), torch.from_numpy(slots_t))
 

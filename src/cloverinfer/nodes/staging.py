@@ -19,7 +19,7 @@ from .. import _native
 from ..core.errors import ConfigError
 from ..kvcache.convert import (
     Array,
-    block_views,
+    block_parts,
     convert,
     covers_heads,
     gather_tokens,
@@ -167,7 +167,7 @@ class Staging:
         """Converts a piece's tokens and stores them in the blocks that were promised."""
         ring, size = self._rings[source], self._layout.block_size
         spec = ring.layout.specs[piece.layer]
-        blocks = block_views(ring.slots_sb[piece.slots], spec, ring.layout.block_size)
+        blocks = block_parts(ring.slots_sb[piece.slots], spec, ring.layout.block_size)
         wanted = self._layout.specs[piece.layer].dtype
         k, v = (
             convert(gather_tokens(part, piece.skip, piece.count), spec.dtype, wanted)
