@@ -126,7 +126,7 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.float()
     most = x.abs().amax(-1)
     steps = torch.where(most > 0, 127 / most, 0)
-    numbers = (x.double() * steps.double()[..., None]).round()  # rounded once, as a fused step does
+    numbers = (x.double() * steps.double()[..., None]).round()  # rounded once
     return numbers.to(torch.int8), most / 127
 
 

@@ -110,7 +110,7 @@ def _pack(numbers: Array, scales: npt.NDArray[np.float32]) -> npt.NDArray[np.uin
 def _to_int8(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     most = np.abs(values).max(axis=-1)
     steps = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
-    exact = values.astype(np.float64) * steps[..., None]  # rounded once, as a fused step does
+    exact = values.astype(np.float64) * steps[..., None]  # rounded once
     numbers = np.rint(exact).astype(np.int8)
     return _pack(numbers, most / np.float32(127))
 
