@@ -120,17 +120,6 @@ def test_what_was_compiled_is_refused_when_it_no_longer_fits(folder: Path) -> No
         resolve(made)
 
 
-@pytest.mark.models
-def test_inductor_stages_give_the_same_tokens(folder: Path) -> None:
-    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    outputs = []
-    for lowering in ("eager", "inductor"):
-        config = ModelConfig(model_path=str(folder), dtype="float32", lowering=lowering)
-        with LLM(config, topology="pda", executor="local") as llm:
-            outputs.append(llm.generate([[5, 6, 7, 8]], params)[0].token_ids)
-    assert outputs[0] == outputs[1]
-
-
 @pytest.mark.parametrize("file", ["stage-1.pt2", "model.safetensors"])
 def test_changed_files_are_refused(folder: Path, file: str) -> None:
     model = resolve(folder)
