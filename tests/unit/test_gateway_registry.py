@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,7 @@ from cloverinfer.gateway.instances import (
     Withdrawal,
     check_url,
 )
+from cloverinfer.gateway.probe import Probe
 from cloverinfer.gateway.router import NoInstanceError, Router, UnknownModelError, Wanted
 
 
@@ -45,6 +47,27 @@ def made(**fields: Any) -> tuple[Registry, Clock]:
 
 def urls(registry: Registry) -> list[str]:
     return [one.url for one in registry.all()]
+
+
+# ---- what an instance says
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"/v1/models": b'{"data": [{"id": ' + b"[" * 5000 + b"]" * 5000 + b"}]}"},
+        {"/metrics": b"vllm:num_requests_running +Inf"},
+        {"/metrics": b"vllm:num_requests_running many"},
+        {"/v1/models": b"\xff"},
+    ],
+)
+def test_what_makes_no_sense_is_told_as_a_problem(answers: dict[str, bytes]) -> None:
+    class Said(Probe):
+        async def _get(self, http: Any, path: str) -> bytes:
+            return {"/health": b"", "/v1/models": b'{"data": []}', **answers}.get(path, b"")
+
+    problem = asyncio.run(Said("http://a:1", "both").ask(cast("Any", None))).problem
+    assert problem
 
 
 # ---- the registry

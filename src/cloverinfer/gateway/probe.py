@@ -23,6 +23,10 @@ TIMEOUT = 5.0
 MOST_BYTES = 16 << 20
 
 
+_SENSELESS = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
+"""What is raised over an answer that makes no sense: no JSON, no number, one without an end."""
+
+
 class _Models(msgspec.Struct):
     data: list[dict[str, Any]]
 
@@ -53,7 +57,7 @@ class Probe:
             # When the instance's process began: its restart is a new incarnation.
             began = int(samples.get("process_start_time_seconds", 0) * 1000)
             self._born = max(self._born, began)
-        except (_RefusedError, *LOST, msgspec.MsgspecError, ValueError) as error:
+        except (_RefusedError, *LOST, *_SENSELESS) as error:
             problem = str(error) or type(error).__name__
         return Announcement(
             url=self.public_url or self.url,
