@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from cloverinfer.cli import main
 from cloverinfer.core.errors import ConfigError
-from cloverinfer.deploy import native, services
+from cloverinfer.deploy import native, packages, services
 from cloverinfer.deploy.fleet import Fleet, FleetError
 from cloverinfer.deploy.inventory import Inventory, load_inventory
-from cloverinfer.deploy.packages import pins
 from cloverinfer.deploy.remote import HostError, Remote, explain
 
 GOOD = """
@@ -126,12 +126,29 @@ def test_one_host_fails_and_the_others_go_on(tmp_path: Path) -> None:
 
 
 def test_every_package_of_the_environment_is_pinned() -> None:
-    lines = pins().splitlines()
+    lines = packages.pins().splitlines()
     names = {line.partition("==")[0] for line in lines}
     assert {"torch", "msgspec", "ray", "packaging", "click"} <= names
     assert "cloverinfer" not in names
     assert "pytest" not in names
     assert not any("+" in line for line in lines)
+
+
+def test_a_wheel_that_takes_too_long_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "BUILD_SECONDS", 0.01)
+    with pytest.raises(ConfigError, match=r"not built within 0\.01 s: build it"):
+        packages.wheel(None, tmp_path)
+
+
+def test_a_share_of_gpus_is_said_to_change_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load(tmp_path, GOOD, "GPU_MEMORY_UTILIZATION=0.5\n")
+    files = ["--inventory", str(tmp_path / "cluster.yaml"), "--env", str(tmp_path / ".env")]
+    assert main(["deploy", "run", "1", "1", "1", "--dry-run", *files]) == 0
+    assert "note: gpu_memory_utilization changes nothing" in capsys.readouterr().out
 
 
 def test_a_service_runs_once_is_found_and_ends_with_its_children(tmp_path: Path) -> None:

@@ -73,8 +73,6 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     port: int = 8000
     """Of the server on the head."""
     ray_port: int = 6379
-    vllm_port: int = 8100
-    """Of every vLLM instance."""
     start_timeout: float = 600.0
     """Seconds until the server must answer."""
     gpu_memory_utilization: float | None = None

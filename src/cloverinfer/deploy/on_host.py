@@ -53,7 +53,7 @@ def _check_port(address: str, port: int) -> None:
             probe.bind((address, port))
         except OSError as error:
             fail(f"port {port} at {address} cannot be used ({error.strerror}): set another in the "
-                 "inventory (port, ray_port, vllm_port), or end what holds it")  # fmt: skip
+                 "inventory (port, ray_port), or end what holds it")  # fmt: skip
 
 
 def _check_gpus(wanted: int) -> str:

@@ -13,6 +13,8 @@ from packaging.requirements import Requirement
 from ..core.errors import ConfigError
 
 _SELF = "cloverinfer"
+BUILD_SECONDS = 1800.0
+"""How long the wheel may take to build, kernels for devices included."""
 
 
 def pins() -> str:
@@ -51,8 +53,25 @@ def wheel(given: str | None, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder)]
     if importlib.util.find_spec("scikit_build_core") is not None:
         command.append("--no-build-isolation")
-    done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            [*command, str(source)],
+            capture_output=True,
+            text=True,
+            timeout=BUILD_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"the wheel was not built within {BUILD_SECONDS:g} s: build it with pip wheel "
+            "--no-deps, and name the file by wheel in the inventory"
+        ) from error
     if done.returncode:
-        raise ConfigError(f"the wheel cannot be built: {done.stderr.strip().splitlines()[-1]}")
+        raise ConfigError(f"the wheel cannot be built: {_last_line(done.stderr or done.stdout)}")
     built = [file for file in folder.glob("*.whl") if file not in before] or list(before)
     return max(built, key=lambda file: file.stat().st_mtime)
+
+
+def _last_line(said: str) -> str:
+    lines = said.strip().splitlines()
+    return lines[-1] if lines else "pip said nothing: see what pip wheel . --no-deps says"
