@@ -22,8 +22,6 @@ from .report import Report, make_report
 from .run import Parts
 from .targets import split_ffn
 
-TARGETS = ("attention", "ffn")
-
 
 def compile_model(
     config: ModelConfig, target: str, output: Path | None, progress: Progress

@@ -56,9 +56,6 @@ class Remote:
         if not self._dry_run:
             self._finish(script, data, timeout)
 
-    def put_file(self, file: Path, path: str) -> None:
-        self.put(file.read_bytes(), path)
-
     def _finish(self, command: str, data: bytes, timeout: float) -> str:
         try:
             done = subprocess.run(

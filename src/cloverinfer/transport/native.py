@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .. import _native
-from .base import Peer, Ranges, Region
+from .base import Peer, Ranges
 
 if TYPE_CHECKING:
     from .shm import ShmEndpoint
@@ -57,7 +57,3 @@ class MailboxWire:
     def first_target(self, ranges: Ranges) -> int:
         """Address, in this process, of the first remote slice of ``ranges``."""
         return self._endpoint.first_target(ranges)
-
-    def first_slice(self, region: Region, offset: int) -> int:
-        """Address of a byte of an own region."""
-        return address_of(region.buffer) + offset
