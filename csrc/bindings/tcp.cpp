@@ -4,7 +4,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <map>
 #include <memory>
 #include <string>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "bindings/buffers.h"
+#include "bindings/links.h"
 #include "tcp/engine.h"
 
 namespace py = pybind11;
@@ -20,10 +20,6 @@ namespace clover {
 namespace {
 
 using tcp::Status;
-using Offsets = py::array_t<int64_t, py::array::c_style>;
-using Index = py::array_t<int32_t, py::array::c_style>;
-
-constexpr int64_t kSliceNs = 100'000'000;  // between looks for Python's signals
 
 const char* text(Status status) {
   switch (status) {
@@ -124,7 +120,7 @@ class TcpEngine {
   }
 
   bool fence_incoming(uint64_t link, double timeout) {
-    const int64_t until = tcp::now_ns() + to_ns(timeout);
+    const int64_t until = after(timeout);
     const py::gil_scoped_release unlocked;
     return engine_.fence_incoming(link, until);
   }
@@ -135,7 +131,7 @@ class TcpEngine {
   }
 
   void query(uint64_t link, uint64_t region, uint64_t nbytes, double timeout) {
-    const int64_t deadline = tcp::now_ns() + to_ns(timeout);
+    const int64_t deadline = after(timeout);
     Status status;
     {
       const py::gil_scoped_release unlocked;
@@ -146,7 +142,7 @@ class TcpEngine {
 
   void put(uint64_t link, uint64_t number, const TcpRanges& ranges, const Index& index,
            uint32_t notice, double timeout) {
-    if (index.ndim() != 2 || index.shape(1) != 2) raise("ValueError", "index must be [n, 2]");
+    check_index(index);
     auto op = std::make_unique<tcp::Op>();
     op->id = number;
     op->notice = notice;
@@ -173,16 +169,7 @@ class TcpEngine {
       const py::gil_scoped_release unlocked;
       arrivals = engine_.poll(to_ns(timeout));
     }
-    py::list events(arrivals.events.size());
-    for (size_t i = 0; i < arrivals.events.size(); ++i) {
-      events[i] = py::make_tuple(arrivals.events[i].link, content(arrivals.events[i]));
-    }
-    py::list finished(arrivals.finished.size());
-    for (size_t i = 0; i < arrivals.finished.size(); ++i) {
-      const tcp::Finished& one = arrivals.finished[i];
-      finished[i] = py::make_tuple(one.op, one.status == Status::kTimeout, text(one.status));
-    }
-    return py::make_tuple(events, finished);
+    return as_tuple(arrivals, text);
   }
 
   void close(double timeout) {
@@ -196,33 +183,8 @@ class TcpEngine {
   uint64_t malformed() const { return engine_.malformed(); }
 
  private:
-  // In slices, so that Ctrl-C ends a wait for room.
   void submit(uint64_t link, std::unique_ptr<tcp::Op> op, double timeout) {
-    const int64_t deadline = tcp::now_ns() + to_ns(timeout);
-    op->deadline_ns = deadline;
-    while (true) {
-      const int64_t now = tcp::now_ns();
-      Status status;
-      {
-        const py::gil_scoped_release unlocked;
-        status = engine_.submit(link, &op, std::min(deadline, now + kSliceNs));
-      }
-      if (status == Status::kOk) return;
-      if (status != Status::kTimeout || now >= deadline) check(status);
-      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    }
-  }
-
-  static py::object content(const tcp::Event& event) {
-    switch (event.kind) {
-      case tcp::Event::Kind::kNotice:
-        return py::int_(event.notice);
-      case tcp::Event::Kind::kMessage:
-        return py::bytes(event.message);
-      case tcp::Event::Kind::kGone:
-        return py::none();
-    }
-    return py::none();
+    check(submit_by(engine_, link, std::move(op), after(timeout)));
   }
 
   std::map<uint64_t, std::unique_ptr<Pinned>> regions_;

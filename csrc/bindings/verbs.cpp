@@ -5,7 +5,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <map>
 #include <memory>
 #include <string>
@@ -13,6 +12,7 @@
 #include <vector>
 
 #include "bindings/buffers.h"
+#include "bindings/links.h"
 #include "verbs/engine.h"
 
 namespace py = pybind11;
@@ -21,10 +21,6 @@ namespace clover {
 namespace {
 
 using verbs::Status;
-using Offsets = py::array_t<int64_t, py::array::c_style>;
-using Index = py::array_t<int32_t, py::array::c_style>;
-
-constexpr int64_t kSliceNs = 100'000'000;  // between looks for Python's signals
 
 const char* text(Status status) {
   switch (status) {
@@ -90,8 +86,6 @@ const char* error(Status status) {
 void check(Status status) {
   if (status != Status::kOk) raise(error(status), text(status));
 }
-
-int64_t after(double timeout) { return tcp::now_ns() + to_ns(timeout); }
 
 // Both sides of a put, resolved once. The caller keeps the source alive.
 class VerbsRanges {
@@ -190,7 +184,7 @@ class VerbsEngine {
 
   void put(uint64_t link, uint64_t number, const VerbsRanges& ranges, const Index& index,
            uint32_t notice, double timeout) {
-    if (index.ndim() != 2 || index.shape(1) != 2) raise("ValueError", "index must be [n, 2]");
+    check_index(index);
     auto op = std::make_unique<verbs::Op>();
     op->id = number;
     op->notice = notice;
@@ -217,16 +211,7 @@ class VerbsEngine {
       const py::gil_scoped_release unlocked;
       arrivals = engine_.poll(to_ns(timeout));
     }
-    py::list events(arrivals.events.size());
-    for (size_t i = 0; i < arrivals.events.size(); ++i) {
-      events[i] = py::make_tuple(arrivals.events[i].link, content(arrivals.events[i]));
-    }
-    py::list finished(arrivals.finished.size());
-    for (size_t i = 0; i < arrivals.finished.size(); ++i) {
-      const verbs::Finished& one = arrivals.finished[i];
-      finished[i] = py::make_tuple(one.op, one.status == Status::kTimeout, text(one.status));
-    }
-    return py::make_tuple(events, finished);
+    return as_tuple(arrivals, text);
   }
 
   std::vector<std::string> take_events() { return engine_.take_events(); }
@@ -242,33 +227,8 @@ class VerbsEngine {
   uint64_t malformed() const { return engine_.malformed(); }
 
  private:
-  // In slices, so that Ctrl-C ends a wait for room.
   void submit(uint64_t link, std::unique_ptr<verbs::Op> op, double timeout) {
-    const int64_t deadline = after(timeout);
-    op->deadline_ns = deadline;
-    while (true) {
-      const int64_t now = tcp::now_ns();
-      Status status;
-      {
-        const py::gil_scoped_release unlocked;
-        status = engine_.submit(link, &op, std::min(deadline, now + kSliceNs));
-      }
-      if (status == Status::kOk) return;
-      if (status != Status::kTimeout || now >= deadline) check(status);
-      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    }
-  }
-
-  static py::object content(const shm::Event& event) {
-    switch (event.kind) {
-      case shm::Event::Kind::kNotice:
-        return py::int_(event.notice);
-      case shm::Event::Kind::kMessage:
-        return py::bytes(event.message);
-      case shm::Event::Kind::kGone:
-        return py::none();
-    }
-    return py::none();
+    check(submit_by(engine_, link, std::move(op), after(timeout)));
   }
 
   std::map<uint64_t, std::unique_ptr<Pinned>> regions_;
