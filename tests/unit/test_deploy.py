@@ -70,6 +70,11 @@ def test_what_is_wrong_with_an_inventory_is_told(tmp_path: Path, wrong: str, tol
     assert "cluster.yaml" in str(error.value)
 
 
+def test_without_an_inventory_it_is_said_how_to_name_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="name one by --inventory"):
+        load_inventory(tmp_path / "none.yaml")
+
+
 def test_familiar_names_become_settings_and_the_rest_environment(tmp_path: Path) -> None:
     env = "# ours\nMODEL_NAME='big one'\nexport MAX_MODEL_LEN=512 # tokens\n\nHF_HOME=/data\n"
     inventory = load(tmp_path, GOOD, env + "GPU_MEMORY_UTILIZATION=0.5\n")

@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
         help="install, run and stop a cluster on hosts over ssh",
         description="Installs, runs and stops a cluster on the hosts of an inventory, over ssh.",
     )
-    deploy.set_defaults(command=_usage, parser=deploy)
+    deploy.set_defaults(parser=deploy)
     verbs = deploy.add_subparsers(metavar=" | ".join(_VERBS), required=True)
     for name, (text, verb) in _VERBS.items():
         parser = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
@@ -54,11 +54,6 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help=text)
     text = f"folder of the per-host logs (default: {WORK}/logs/TIME)"
     parser.add_argument("--logs", metavar="DIR", help=text)
-
-
-def _usage(args: argparse.Namespace) -> int:
-    args.parser.error(f"name what to do: {', '.join(_VERBS)}")
-    return 2
 
 
 def run(args: argparse.Namespace) -> int:

@@ -94,6 +94,11 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def load_inventory(path: Path, env_file: Path | None = None) -> Inventory:
     """The inventory with an ``.env`` file's familiar names as settings; ``ConfigError`` says what
     is wrong with either."""
+    if not path.exists():
+        raise ConfigError(
+            f"there is no inventory {path}: name one by --inventory (deploy/cluster.yaml of the "
+            "source tree is an example)"
+        )
     data = read_yaml(path)
     try:
         inventory = msgspec.convert(data, Inventory)
