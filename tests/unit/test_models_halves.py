@@ -344,3 +344,11 @@ def test_halves_hold_no_state(tmp_path: Path) -> None:
     half = load(make_tiny("qwen3", tmp_path))
     assert isinstance(half, LlamaHalf)
     assert torch.equal(Runner(half).forward(PROMPT), Runner(half).forward(PROMPT))
+
+
+def test_a_lowering_that_changes_nothing_is_said_to(tmp_path):
+    path = make_tiny("llama", tmp_path)
+    said = []
+    for lowering in ("eager", "inductor"):
+        resolve_model(ModelConfig(model_path=str(path), lowering=lowering), said.append)
+    assert said == ["note: model.lowering inductor changes nothing: no graphs are run"]

@@ -84,6 +84,8 @@ def resolve_model(config: ModelConfig, progress: Progress | None = None) -> Reso
     dtype = _dtype(config, arch)
     if arch is None:
         return _resolve_compiled(config, _compile(config, folder, load_format, dtype, progress))
+    if config.lowering != "eager":
+        progress(f"note: model.lowering {config.lowering} changes nothing: no graphs are run")
     if load_format == "converted" and config.quantization != "gguf":
         ensure_dtype(folder, getattr(torch, dtype), progress)
     return ResolvedModel(
