@@ -346,9 +346,9 @@ def test_halves_hold_no_state(tmp_path: Path) -> None:
     assert torch.equal(Runner(half).forward(PROMPT), Runner(half).forward(PROMPT))
 
 
-def test_a_lowering_that_changes_nothing_is_said_to(tmp_path):
+def test_a_lowering_that_changes_nothing_is_said_to(tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path)
-    said = []
+    said: list[str] = []
     for lowering in ("eager", "inductor"):
         resolve_model(ModelConfig(model_path=str(path), lowering=lowering), said.append)
     assert said == ["note: model.lowering inductor changes nothing: no graphs are run"]
