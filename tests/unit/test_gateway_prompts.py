@@ -177,6 +177,13 @@ def test_an_event_without_an_end_is_not_kept_for_ever() -> None:
     assert events.rest() == b""
 
 
+def test_events_that_end_in_another_way_pass_at_once() -> None:
+    events = UsageEvents(Stages(lambda: 0.0, 0.0))
+    for event in (b'data: {"choices":[]}\r\n\r\n', b"data: [DONE]\r\n\r\n"):
+        assert events.feed(event) == event
+    assert events.rest() == b""
+
+
 @given(st.binary(max_size=80))
 def test_streams_that_are_no_events_pass(data: bytes) -> None:
     assert usage_events([b'data: {"usage" ' + data]) == b'data: {"usage" ' + data

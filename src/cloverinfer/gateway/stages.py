@@ -59,7 +59,8 @@ class UsageEvents:
         """What may pass on, the beginning of an event held back until its end has come."""
         data = self._held + data
         whole, end, self._held = data.rpartition(b"\n\n")
-        if len(self._held) > LONGEST_EVENT:
+        # Events that end otherwise, as they may, are not ours to hold back.
+        if len(self._held) > LONGEST_EVENT or b"\r\n\r\n" in self._held:
             whole, end, self._held = data, b"", b""
         if b'"usage"' not in whole:
             return whole + end
