@@ -22,6 +22,8 @@ RAY, SERVER = "ray", "server"
 ON_HOST = f"{PYTHON} -m cloverinfer.deploy.on_host"
 ROOM_SECONDS = 120
 """How long the server waits for all hosts to have joined Ray."""
+_STOP_LIMIT = 6.0 * services.STOP_SECONDS
+"""Seconds for two services, each of which may ignore TERM, and for the looks at what is left."""
 _PLAN = "run/plan"
 _RAY_FOLDER = "run/ray-folder"
 
@@ -79,7 +81,8 @@ def _check(fleet: Fleet, remote: Remote) -> str:
         command += f" --nic {shlex.quote(nic)}"
     look = services.running([RAY])
     if f"{RAY} 0" not in remote.run(in_folder(inventory, look)) and not fleet.dry_run:
-        remote.run(in_folder(inventory, _stop_script()))  # left by a run that was broken off
+        # Left by a run that was broken off.
+        remote.run(in_folder(inventory, _stop_script()), _STOP_LIMIT)
     return remote.run(in_folder(inventory, f"{command}\n")).strip() + skew(remote)
 
 
@@ -230,7 +233,7 @@ def _stop_one(fleet: Fleet, remote: Remote, script: str) -> str:
     folder = shlex.quote(fleet.inventory.folder)
     if not fleet.dry_run and remote.run(f"[ -d {folder} ] && echo there || true\n").strip() == "":
         return "nothing is installed"
-    said = remote.run(in_folder(fleet.inventory, script), 2.5 * services.STOP_SECONDS)
+    said = remote.run(in_folder(fleet.inventory, script), _STOP_LIMIT)
     return ", ".join(said.split("\n")[:-1]) or "nothing ran"
 
 
