@@ -50,6 +50,13 @@ def test_report_page_and_artifact(
     assert cached.fingerprint == model.fingerprint  # nodes with one or the other belong together
 
 
+def test_a_page_without_a_folder_is_refused_before_the_work(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compile", folder, "--html", str(tmp_path / "none/page.html"), "--quiet"]) == 2
+    assert "its folder is not there: make it first" in capsys.readouterr().err
+
+
 def test_the_report_as_tables(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["compile", folder, "--dtype", "float32", "--report", "--target", "ffn", "--quiet"]
     assert main(command) == 0

@@ -45,6 +45,8 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if not (args.report or args.json or args.html or args.output):
         raise ConfigError("nothing to do: give --report, --html FILE, --json or --output DIR")
+    if args.html and not Path(args.html).absolute().parent.is_dir():  # known before the work
+        raise ConfigError(f"--html {args.html}: its folder is not there: make it first")
     vars(args)["model.model_path"] = args.model
     config = config_of(args).model
     from ..compiler.command import compile_model
