@@ -9,7 +9,7 @@ import openai
 import pytest
 from tests.servers import events, refused, serving
 
-from cloverinfer import AsyncLLM, ClusterConfig
+from cloverinfer import AsyncLLM, ClusterConfig, ModelConfig
 from cloverinfer.server.catalog import Catalog
 
 MODEL = "m"
@@ -19,6 +19,15 @@ PROMPT = "The capital of France is"
 @pytest.fixture(scope="module")
 def base():
     with AsyncLLM("smollm2-135m", ClusterConfig(executor="local", topology="pda")) as llm:
+        with serving(Catalog.single(llm, MODEL)) as (address, _):
+            yield address
+
+
+@pytest.fixture
+def exact():
+    """In float32: bfloat16 rounds differently where a prompt is read at once and where it grows."""
+    model = ModelConfig(model_path="smollm2-135m", dtype="float32")
+    with AsyncLLM(model, ClusterConfig(executor="local", topology="pda")) as llm:
         with serving(Catalog.single(llm, MODEL)) as (address, _):
             yield address
 
@@ -99,8 +108,8 @@ def test_answers_of_one_prompt_differ_and_repeat_with_a_seed(base):
     assert alone == texts[0]
 
 
-def test_log_probabilities_fit_the_text(base):
-    scores = post(base, logprobs=3, echo=True).json()["choices"][0]
+def test_log_probabilities_fit_the_text(exact):
+    scores = post(exact, logprobs=3, echo=True).json()["choices"][0]
     tokens = scores["logprobs"]["tokens"]
     assert "".join(tokens) == scores["text"]
     assert scores["logprobs"]["token_logprobs"][0] is None
@@ -110,14 +119,14 @@ def test_log_probabilities_fit_the_text(base):
         strict=True,
     ):
         assert max(top.values()) >= chosen
-    read = post(base, prompt=scores["text"], logprobs=3, echo=True, max_tokens=0)
+    read = post(exact, prompt=scores["text"], logprobs=3, echo=True, max_tokens=0)
     assert read.json()["choices"][0]["logprobs"]["tokens"] == tokens
     for a, b in zip(
         read.json()["choices"][0]["logprobs"]["token_logprobs"],
         scores["logprobs"]["token_logprobs"],
         strict=True,
     ):
-        assert a == b or abs(a - b) < 0.05
+        assert a == b or abs(a - b) < 1e-3
 
 
 def chat(base, **body):
