@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cloverinfer import cli
+from cloverinfer.cli import node
 from cloverinfer.cli import parser as command_line
 from cloverinfer.config import ServerConfig
 from cloverinfer.server import run
@@ -73,16 +74,26 @@ def test_flags_reach_the_application(monkeypatch: pytest.MonkeyPatch, capsys: An
     ("command", "part"),
     [
         (["orchestrate", "--instance", "a:1"], "of the form both=URL"),
+        (["orchestrate", "--instance", "both=http://"], "http://HOST:PORT"),
+        (["orchestrate", "--instance", "decode=http://a:1#b"], "of the form both=URL"),
         (["orchestrate", "--attempts", "17"], "from 1 to 16"),
         (["orchestrate", "--tokenizer", "/nowhere"], "is no file"),
         (["node", "--url", "a:1", "--role", "both"], "http://HOST:PORT"),
         (["node", "--url", "http://a:1", "--role", "decode"], "--kv-address goes with"),
+        (["node", "--url", "http://a:1", "--role", "decode", "--kv-address", "b"], "HOST:PORT"),
         (["node", "--url", "http://a:1", "--role", "both", "--kv-address", "b:1"], "no other role"),
         (["node", "--url", "http://a:1", "--role", "both", "--interval", "0"], "above 0"),
         (["node", "--url", "http://a:1", "--role", "both", "--orchestrator", "x"], "not 'x'"),
     ],
 )
-def test_bad_input_is_told_at_once(capsys: Any, command: list[str], part: str) -> None:
+def test_bad_input_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, command: list[str], part: str
+) -> None:
+    def runs(*_: Any, **__: Any) -> None:
+        raise AssertionError("it runs")
+
+    monkeypatch.setattr(run, "serve", runs)
+    monkeypatch.setattr(node, "_run", runs)
     port = ["--port", "0"] if command[0] == "orchestrate" else []
     assert cli.main([*command, *port]) == 2
     out, err = capsys.readouterr()

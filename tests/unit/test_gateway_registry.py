@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
@@ -21,6 +24,7 @@ from cloverinfer.gateway.instances import (
     Withdrawal,
     check_url,
 )
+from cloverinfer.gateway.node import Herald
 from cloverinfer.gateway.probe import Probe
 from cloverinfer.gateway.router import NoInstanceError, Router, UnknownModelError, Wanted
 
@@ -85,6 +89,22 @@ def test_what_is_silent_is_forgotten_and_comes_back_by_a_heartbeat() -> None:
     assert gone == ["http://a:1"]
     registry.announce(told())
     assert urls(registry) == ["http://a:1"]
+    clock.now = 11.0  # nobody asked meanwhile: what is forgotten has no say over what comes
+    registry.announce(told(incarnation=0))
+    assert urls(registry) == ["http://a:1"]
+
+
+def test_troubles_of_an_instance_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="cloverinfer.instances")
+    registry, clock = made()
+    for problem in (None, "down\nfor now", "down\nfor now", None, None):
+        registry.announce(told(problem=problem))
+    clock.now = 100.0
+    registry.all()
+    assert [record.getMessage().removeprefix("http://a:1 ") for record in caplog.records] == [
+        "is here, role both", "takes no requests: down for now", "takes requests again",
+        "is not heard of any more",
+    ]  # fmt: skip
 
 
 def test_a_new_incarnation_begins_anew_and_an_old_one_is_not_heard() -> None:
@@ -146,6 +166,52 @@ def test_what_no_instance_can_be_is_refused(fields: dict[str, Any], part: str) -
 def test_urls_lose_what_clients_append() -> None:
     for url in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"):
         assert check_url(url) == "http://a:1"
+
+
+@pytest.mark.parametrize("url", ["http://a\0b:1", "http://a:99999", "http://a:0", "http://", "a:1"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="http://HOST:PORT"):
+        check_url(url)
+
+
+@pytest.mark.parametrize("place", ["", "h", "h:0", "h:99999", "http://h:1", "h:1/x", "::1:2"])
+def test_what_decodes_tells_where_it_is_met(place: str) -> None:
+    registry, _ = made()
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        registry.announce(told(role="decode", kv_address=place))
+    registry.announce(told(role="decode", kv_address="[::1]:2"))
+
+
+def test_an_orchestrator_that_hangs_keeps_no_other_from_hearing() -> None:
+    heard: list[str] = []
+
+    class Answer:
+        status = 200
+
+        async def text(self) -> str:
+            return "{}"
+
+    class Http:
+        @asynccontextmanager
+        async def request(self, method: str, url: str, **_: Any) -> AsyncIterator[Answer]:
+            heard.append(f"{method} {url}")
+            if "//hangs" in url and method == "POST":
+                await asyncio.sleep(60)
+            yield Answer()
+
+    async def tell() -> None:
+        herald = Herald(cast("Any", Http()), ["http://hangs:1", "http://b:1"], None)
+        for _ in range(3):
+            await asyncio.wait_for(herald.announce(told()), 10)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        await herald.withdraw()
+
+    asyncio.run(tell())
+    hangs, well = "http://hangs:1/v1/instances", "http://b:1/v1/instances"
+    assert sorted(heard) == sorted(
+        [f"POST {hangs}", *[f"POST {well}"] * 3, f"DELETE {hangs}", f"DELETE {well}"]
+    )
 
 
 # ---- the breaker

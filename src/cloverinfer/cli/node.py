@@ -8,7 +8,7 @@ import logging
 import signal
 from typing import Any
 
-from ..config.orchestrator import ROLES
+from ..config.orchestrator import ROLES, is_place
 from ..core.errors import ConfigError
 from .flags import config_of
 
@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     settings = config_of(args).orchestrator
     if (args.role == "decode") != (args.kv_address is not None):
         raise ConfigError("--kv-address goes with --role decode, which needs it, and no other role")
+    if args.kv_address is not None and not is_place(args.kv_address):
+        raise ConfigError(f"--kv-address must be HOST:PORT, not {args.kv_address!r}")
     if not 0 < args.interval <= 3600:
         raise ConfigError(f"--interval must be above 0, at most 3600, not {args.interval:g}")
     logging.basicConfig(format="%(asctime)s %(message)s")

@@ -5,6 +5,7 @@ Where it listens and whom it lets in stands in the section ``server``, as for an
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -14,6 +15,13 @@ from ..core.errors import ConfigError
 POLICIES = ("round_robin", "least_loaded", "prefix_aware")
 ROLES = ("prefill", "decode", "both")
 MOST_SECONDS = 86400
+_PLACE = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+
+
+def is_place(text: str) -> bool:
+    """Whether it is HOST:PORT, an IPv6 address in brackets."""
+    match = _PLACE.fullmatch(text)
+    return match is not None and 0 < int(match[2]) <= 65535
 
 
 class OrchestratorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,9 +60,11 @@ class OrchestratorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             msgspec.structs.force_setattr(self, "instances", (self.instances,))
         self._check("policy", self.policy in POLICIES, f"one of {', '.join(POLICIES)}")
         for one in self.instances:
-            role, _, url = one.partition("=")
+            role, _, rest = one.partition("=")
+            url, decodes, place = rest.partition("#")
             good = role in ROLES and url.startswith(("http://", "https://"))
-            good = good and (role == "decode") == ("#" in url)
+            good = good and (role == "decode") == bool(decodes)
+            good = good and (not decodes or is_place(place))
             text = "of the form both=URL, prefill=URL or decode=URL#HOST:PORT (of its connector)"
             self._check("instances", good, text, one)
         for name in ("secret", "instance_api_key"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -42,6 +42,7 @@ def build_gateway(
     registry = Registry(clock, settings)
     router = Router(registry, settings.policy)
     metrics = OrchestratorMetrics(registry)
+    probes = [_probe(one, settings.instance_api_key) for one in settings.instances]
     encode = load_encode(settings.tokenizer) if settings.tokenizer else None
 
     @asynccontextmanager
@@ -53,7 +54,7 @@ def build_gateway(
         entry = Entry(dispatcher, router, door, metrics, encode, passes_key, clock)
         for path in (COMPLETIONS, CHAT):
             app.router.routes.append(Route(path, entry, methods=["POST"]))
-        watching = asyncio.ensure_future(_watch_all(settings, registry))
+        watching = asyncio.ensure_future(_watch_all(probes, settings, registry))
         try:
             yield
         finally:
@@ -89,7 +90,9 @@ def _routes(status: Status, metrics: OrchestratorMetrics) -> APIRouter:
     return router
 
 
-async def _watch_all(settings: OrchestratorConfig, registry: Registry) -> None:
+async def _watch_all(
+    probes: Sequence[Probe], settings: OrchestratorConfig, registry: Registry
+) -> None:
     """Keeps the instances that the settings name announced, as their own nodes would."""
 
     async def deliver(told: Announcement) -> None:
@@ -98,7 +101,6 @@ async def _watch_all(settings: OrchestratorConfig, registry: Registry) -> None:
         except CloverError as error:
             log.warning("%s: %s", told.url, error)
 
-    probes = [_probe(one, settings.instance_api_key) for one in settings.instances]
     if not probes:
         return
     async with aiohttp.ClientSession() as http:

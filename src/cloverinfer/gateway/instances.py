@@ -7,6 +7,7 @@ time from a clock that it is given.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +15,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ..config.orchestrator import ROLES, OrchestratorConfig
+from ..config.orchestrator import ROLES, OrchestratorConfig, is_place
 from ..core.clock import Clock
 from ..core.errors import CloverError, ConfigError
 from .breaker import Breaker
+
+log = logging.getLogger("cloverinfer.instances")
 
 
 class StaleError(CloverError):
@@ -62,8 +65,10 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
         if self.role not in ROLES:
             raise ConfigError(f"role must be one of {', '.join(ROLES)}, not {self.role!r}")
         check_url(self.url)
-        if self.role == "decode" and not self.kv_address:
-            raise ConfigError(f"{self.url} decodes: its kv_address is needed, HOST:PORT")
+        if self.role == "decode" and not is_place(self.kv_address or ""):
+            raise ConfigError(
+                f"{self.url} decodes: its kv_address is needed, HOST:PORT, not {self.kv_address!r}"
+            )
         for card in self.models:
             if not isinstance(card.get("id"), str):
                 raise ConfigError("models must be cards, each with an id that is a string")
@@ -90,7 +95,7 @@ def check_url(url: str) -> str:
         good = good and not (parts.username or parts.password or parts.query or parts.fragment)
     except ValueError:
         good = False
-    if not good or not url.isascii() or any(one.isspace() for one in url):
+    if not good or not url.isascii() or not url.isprintable() or " " in url:
         raise ConfigError(f"an instance needs a URL of the form http://HOST:PORT, not {url!r}")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
@@ -155,6 +160,7 @@ class Registry:
         now = self._clock()
         known = self._known(told.url, told.incarnation)
         if known is not None and known.told.incarnation == told.incarnation:
+            _say(told, known.told.problem)
             known.hear(told, now)
             return
         if known is not None:
@@ -162,6 +168,8 @@ class Registry:
         settings = self._settings
         breaker = Breaker(self._clock, settings.breaker_faults, settings.breaker_seconds)
         self._instances[told.url] = Instance(told, breaker, now)
+        log.info("%s is here, role %s", told.url, told.role)
+        _say(told, None)
 
     def withdraw(self, told: Withdrawal) -> None:
         """Forgets an instance; one that is not known is forgotten already."""
@@ -170,16 +178,21 @@ class Registry:
 
     def all(self) -> list[Instance]:
         """Those that are heard of, in the order of their URLs."""
-        oldest = self._clock() - self._settings.heartbeat_timeout
-        for url in [url for url, one in self._instances.items() if one.seen < oldest]:
-            self._drop(url)
+        self._forget_silent()
         return [self._instances[url] for url in sorted(self._instances)]
 
     def age(self, instance: Instance) -> float:
         """Seconds since it was heard of."""
         return self._clock() - instance.seen
 
+    def _forget_silent(self) -> None:
+        oldest = self._clock() - self._settings.heartbeat_timeout
+        for url in [url for url, one in self._instances.items() if one.seen < oldest]:
+            log.warning("%s is not heard of any more", url)
+            self._drop(url)
+
     def _known(self, url: str, incarnation: int) -> Instance | None:
+        self._forget_silent()
         known = self._instances.get(url)
         if known is not None and incarnation < known.told.incarnation:
             raise StaleError(f"{url} was started again since: this is of an earlier incarnation")
@@ -188,3 +201,11 @@ class Registry:
     def _drop(self, url: str) -> None:
         del self._instances[url]
         self.on_gone(url)
+
+
+def _say(told: Announcement, before: str | None) -> None:
+    """Logs that an instance takes no requests now, or takes them again; once for each change."""
+    if told.problem is None and before is not None:
+        log.info("%s takes requests again", told.url)
+    elif told.problem is not None and told.problem != before:
+        log.warning("%s takes no requests: %s", told.url, " ".join(told.problem.split()))

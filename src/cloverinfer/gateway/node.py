@@ -16,7 +16,7 @@ from ..core.errors import CloverError
 from .announcements import PATH
 from .instances import Announcement, Withdrawal
 from .probe import Probe
-from .upstream import LOST
+from .upstream import LOST, reason_of
 
 log = logging.getLogger("cloverinfer.instances")
 TIMEOUT = 5.0
@@ -35,7 +35,8 @@ async def watch(
 
 
 class Herald:
-    """Tells orchestrators over HTTP; says once when one is lost, and once when it is back."""
+    """Tells orchestrators over HTTP; says once when one is lost, and once when it is back, and the
+    same of the instance itself."""
 
     def __init__(
         self, http: aiohttp.ClientSession, urls: Sequence[str], secret: str | None
@@ -46,17 +47,32 @@ class Herald:
         if secret is not None:
             self._headers["Authorization"] = f"Bearer {secret}"
         self._state: dict[str, str] = {}
+        self._sending: dict[str, asyncio.Future[None]] = {}
         self.last: Announcement | None = None
         """What was last told."""
 
     async def announce(self, told: Announcement) -> None:
-        """To every orchestrator; one that cannot be reached hears it the next time."""
+        """To every orchestrator, without waiting: one that hangs must not keep the others from
+        hearing. One that is still being told, or cannot be reached, hears the next one."""
+        if self.last is None or self.last.problem != told.problem:
+            if told.problem is not None:
+                log.warning("the server takes no requests: %s", told.problem)
+            elif self.last is not None:
+                log.warning("the server takes requests again")
         self.last = told
         body = msgspec.json.encode(told)
-        await asyncio.gather(*(self._send("POST", url, body) for url in self._urls))
+        for url in self._urls:
+            before = self._sending.get(url)
+            if before is None or before.done():
+                if before is not None:
+                    before.result()
+                self._sending[url] = asyncio.ensure_future(self._send("POST", url, body))
 
     async def withdraw(self) -> None:
         """Says that the instance goes, if anything was ever said."""
+        for sending in self._sending.values():
+            sending.cancel()
+        await asyncio.gather(*self._sending.values(), return_exceptions=True)
         if self.last is not None:
             told = Withdrawal(url=self.last.url, incarnation=self.last.incarnation)
             body = msgspec.json.encode(told)
@@ -71,7 +87,7 @@ class Herald:
                 text = await response.text()
                 state = "heard" if response.status == 200 else f"{response.status} {text}"
         except LOST as error:
-            state = str(error) or type(error).__name__
+            state = reason_of(error)
         if self._state.get(url) != state:
             self._state[url] = state
             log.warning("%s: %s", url, state)

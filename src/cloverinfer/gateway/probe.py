@@ -14,12 +14,13 @@ import aiohttp
 import msgspec
 
 from .instances import Announcement, Load
-from .upstream import LOST
+from .upstream import LOST, reason_of
 
 ENGINES = {"vllm": "vllm:", "cloverinfer": "cloverinfer_"}
 """What the names of an engine's metrics begin with."""
-TIMEOUT = 5.0
-"""Seconds that an instance may take to answer one question."""
+TIMEOUT = 3.0
+"""Seconds that an instance may take to answer all questions of a round: with the interval between
+rounds less than an orchestrator waits for a heartbeat, so that it hears of what is silent."""
 MOST_BYTES = 16 << 20
 
 
@@ -43,22 +44,17 @@ class Probe:
     api_key: str | None = None
     _born: int = field(default_factory=lambda: int(time.time() * 1000))
     _models: list[dict[str, Any]] = field(default_factory=list)
+    _until: float = 0.0
+    """When this round of questions ends, by the monotonic clock."""
 
     async def ask(self, http: aiohttp.ClientSession) -> Announcement:
         """How it is now; never raises for what an instance does."""
         problem, load, engine = None, Load(), ""
         try:
-            await self._get(http, "/health")
-            self._models = msgspec.json.decode(
-                await self._get(http, "/v1/models"), type=_Models
-            ).data
-            samples = dict(_samples(await self._get(http, "/metrics")))
-            engine, load = _load(samples)
-            # When the instance's process began: its restart is a new incarnation.
-            began = int(samples.get("process_start_time_seconds", 0) * 1000)
-            self._born = max(self._born, began)
+            self._until = time.monotonic() + TIMEOUT
+            engine, load = await self._look(http)
         except (_RefusedError, *LOST, *_SENSELESS) as error:
-            problem = str(error) or type(error).__name__
+            problem = reason_of(error)
         return Announcement(
             url=self.public_url or self.url,
             role=self.role,
@@ -70,9 +66,20 @@ class Probe:
             problem=problem,
         )
 
+    async def _look(self, http: aiohttp.ClientSession) -> tuple[str, Load]:
+        """Its engine and its load; models and start are kept."""
+        await self._get(http, "/health")
+        self._models = msgspec.json.decode(await self._get(http, "/v1/models"), type=_Models).data
+        samples = dict(_samples(await self._get(http, "/metrics")))
+        found = _load(samples)
+        # When the instance's process began: its restart is a new incarnation.
+        began = int(samples.get("process_start_time_seconds", 0) * 1000)
+        self._born = max(self._born, began)
+        return found
+
     async def _get(self, http: aiohttp.ClientSession, path: str) -> bytes:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT)
+        timeout = aiohttp.ClientTimeout(total=max(0.01, self._until - time.monotonic()))
         async with http.get(self.url + path, headers=headers, timeout=timeout) as response:
             body = b""
             async for piece in response.content.iter_any():

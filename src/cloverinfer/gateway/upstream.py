@@ -30,6 +30,17 @@ _DROPPED = frozenset({
 """Headers that are about one connection, or that the orchestrator writes itself."""
 
 
+def reason_of(error: BaseException) -> str:
+    """Why an instance is lost, in words for a log and for clients; of ``LOST``."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"cannot connect: {error.os_error.strerror or error.os_error}"
+    if isinstance(error, (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError)):
+        return "the connection was lost"
+    if isinstance(error, asyncio.TimeoutError):
+        return "no answer in time"
+    return str(error) or type(error).__name__
+
+
 @dataclass(frozen=True)
 class Answer:
     """A whole answer of an instance."""
@@ -121,8 +132,7 @@ class Upstream:
                     yield attempt, response
         except LOST as error:
             attempt.fault()
-            reason = str(error) or type(error).__name__
-            raise FaultError(instance, reason) from error
+            raise FaultError(instance, reason_of(error)) from error
         finally:
             attempt.close()
             self._on_end(instance, attempt.result)
