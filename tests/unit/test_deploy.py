@@ -59,6 +59,10 @@ def test_room_is_the_sum_over_hosts(tmp_path: Path) -> None:
         ("hosts: [{name: a, address: h}, {name: b, address: h}]", "the address 'h'"),
         ("hosts: [{name: a, address: h}]\nmode: other", "mode must be one of"),
         ("hosts: [{name: a, address: h}]\nfolder: /", "folder must be one of its own"),
+        ("hosts: [{name: a, address: h}]\nport: 99999", "from 1 to 65535, not 99999"),
+        ("hosts: [{name: a, address: h}]\nray_port: 8000", "must differ, both are 8000"),
+        ("hosts: [{name: a, address: h}]\nstart_timeout: -1", "start_timeout must be above 0"),
+        ("hosts: [{name: a, address: h}]\nenvironment: {'a;b': c}", "'a;b' is no name of a"),
         ("hosts: [{name: a, address: h}]\nsettings: {modell: {}}", "settings: unknown section"),
         ("hosts: [{name: a, address: h}]\nsettings: {model: {dtype: int3}}", "model.dtype must be"),
     ],
@@ -96,6 +100,13 @@ def test_familiar_names_become_settings_and_the_rest_environment(tmp_path: Path)
 def test_what_is_wrong_with_an_env_file_is_told(tmp_path: Path, env: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         load(tmp_path, GOOD, env)
+
+
+def test_an_env_file_that_is_no_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "binary.env").write_bytes(b"\xff\xfe=3")
+    load(tmp_path, GOOD)
+    with pytest.raises(ConfigError, match="not UTF-8 text"):
+        load_inventory(tmp_path / "cluster.yaml", tmp_path / "binary.env")
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,18 @@ def _check_hosts(inventory: Inventory, path: Path) -> None:
             if role not in ROLES:
                 known = ", ".join(ROLES)
                 raise ConfigError(f"{path}: {host.name} has the role {role!r}; known are {known}")
+    for port in (inventory.port, inventory.ray_port):
+        if not 0 < port <= 65535:
+            raise ConfigError(f"{path}: port and ray_port must be from 1 to 65535, not {port}")
+    if inventory.port == inventory.ray_port:
+        raise ConfigError(f"{path}: port and ray_port must differ, both are {inventory.port}")
+    if not 0 < inventory.start_timeout <= 86400:
+        raise ConfigError(
+            f"{path}: start_timeout must be above 0, at most 86400, not {inventory.start_timeout:g}"
+        )
+    for name in inventory.environment:
+        if not _VARIABLE.fullmatch(name):
+            raise ConfigError(f"{path}: environment: {name!r} is no name of a variable")
     if not inventory.folder.strip("/."):
         raise ConfigError(f"{path}: folder must be one of its own, not {inventory.folder!r}")
 
@@ -172,8 +184,9 @@ def _read_env(path: Path) -> dict[str, str]:
     """Lines are NAME=value, with or without quotes; # begins a comment."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"cannot read {path}: {reason}") from error
     found = {}
     for number, line in enumerate(lines, 1):
         try:
