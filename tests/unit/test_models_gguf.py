@@ -21,7 +21,7 @@ from cloverinfer.config import ModelConfig
 from cloverinfer.core.errors import ModelError
 from cloverinfer.models import hub as hub_module
 from cloverinfer.models import load_half, load_tokenizer, resolve_model
-from cloverinfer.models.gguf_file import _gguf_name
+from cloverinfer.models.gguf_file import _IN_LAYER, _gguf_name
 from cloverinfer.models.rope import llama3_divisors
 
 CHAT = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
@@ -79,7 +79,7 @@ def write_gguf(folder: Path, path: Path, arch: str, tokenizer: str = "", **kv: A
             values = permute(values, config["num_attention_heads"])
         if arch == "llama" and ".k_proj." in name:
             values = permute(values, config["num_key_value_heads"])
-        writer.add_tensor(_gguf_name(name), np.ascontiguousarray(values))
+        writer.add_tensor(_gguf_name(name, _IN_LAYER), np.ascontiguousarray(values))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -189,8 +189,8 @@ def test_damaged_files_are_refused(keep: float, tmp_path: Path) -> None:
 
 def test_unknown_architectures_and_tensors_are_named(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path / "hf")
-    with pytest.raises(ModelError, match=r"'gemma3'.*llama, qwen2, qwen3"):
-        logits(write_gguf(folder, tmp_path / "a.gguf", "gemma3"))
+    with pytest.raises(ModelError, match=r"'mamba'.*llama, qwen2, qwen3"):
+        logits(write_gguf(folder, tmp_path / "a.gguf", "mamba"))
     extra = {"blk.0.ffn_gate_inp.weight": np.ones(4, np.float32)}
     with pytest.raises(ModelError, match="ffn_gate_inp"):
         logits(write_gguf(folder, tmp_path / "b.gguf", "llama", tensors=extra))
