@@ -141,6 +141,29 @@ def test_one_host_fails_and_the_others_go_on(tmp_path: Path) -> None:
     assert "ok   other: done" in out.getvalue()
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_what_a_signal_breaks_off_is_stopped_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: type[BaseException]
+) -> None:
+    def broken_off(*_: object) -> None:
+        raise end
+
+    monkeypatch.setattr(native, "_start", broken_off)
+    fleet = Fleet(load(tmp_path, GOOD), tmp_path / "logs", dry_run=True, out=io.StringIO())
+    with pytest.raises(end):
+        native.run(fleet, {"prefill": 1, "dense": 1, "attention": 1})
+    assert "== stop the server" in fleet.out.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_folder_of_logs_that_cannot_be_made_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load(tmp_path, GOOD)
+    file = str(tmp_path / "cluster.yaml")
+    assert main(["deploy", "status", "--inventory", file, "--logs", f"{file}/logs"]) == 2
+    assert "--logs: cannot make" in capsys.readouterr().err
+
+
 def test_every_package_of_the_environment_is_pinned() -> None:
     lines = packages.pins().splitlines()
     names = {line.partition("==")[0] for line in lines}

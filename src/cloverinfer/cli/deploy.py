@@ -77,8 +77,13 @@ def _fleet(args: argparse.Namespace) -> Any:
             raise ConfigError(f"--hosts {', '.join(unknown)}: the inventory has {known}")
         hosts = [host for host in inventory.hosts if host.name in names]
         inventory = msgspec.structs.replace(inventory, hosts=hosts)
-    logs = args.logs or f"{WORK}/logs/{time.strftime('%Y%m%d-%H%M%S')}"
-    return Fleet(inventory, Path(logs), args.dry_run)
+    logs = Path(args.logs or f"{WORK}/logs/{time.strftime('%Y%m%d-%H%M%S')}")
+    if not args.dry_run:
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--logs: cannot make {logs}: {error.strerror}") from error
+    return Fleet(inventory, logs, args.dry_run)
 
 
 def _install(fleet: Any, args: argparse.Namespace) -> None:

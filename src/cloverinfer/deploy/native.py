@@ -52,7 +52,7 @@ def run(fleet: Fleet, counts: Mapping[str, int]) -> None:
     fleet.on_all("check", lambda remote: _check(fleet, remote))
     try:
         _start(fleet, topology, counts, plan)
-    except (FleetError, KeyboardInterrupt):
+    except (FleetError, KeyboardInterrupt, SystemExit):  # SystemExit: SIGTERM
         fleet.say("== what was started is stopped again")
         stop(fleet)
         raise
