@@ -63,6 +63,8 @@ def measure(llm: LLM, inputs: list[list[int]], tokens: int) -> Window:
     window.done.wait(600)
     if window.error is not None:
         raise window.error
+    if not window.begin < window.end:
+        raise SystemExit("a request ended before all had their first token: raise --tokens")
     return window
 
 
@@ -89,14 +91,9 @@ def breakdown(window: Window) -> dict[str, float]:
     return {name: 1000 * seconds / max(1, steps) for name, seconds in parts.items()}
 
 
-def ours(args: argparse.Namespace, model: ModelConfig, topology: str) -> dict[int, Window]:
-    with LLM(
-        model,
-        topology=topology,
-        executor=args.executor,
-        threads=args.threads,
-        enable_prefix_caching=False,
-    ) as llm:
+def ours(args: argparse.Namespace, model: ModelConfig, **fields: Any) -> dict[int, Window]:
+    """Windows by batch; ``fields`` are the cluster's."""
+    with LLM(model, threads=args.threads, enable_prefix_caching=False, **fields) as llm:
         resolved = resolve_model(model)
         measure(llm, prompts(resolved, 2, 16), 8)
         return {
@@ -136,7 +133,10 @@ def main() -> None:
     bandwidth = read_bandwidth(args.threads)
     print(describe_run(args.threads))
     print(f"{resolved.name} {resolved.dtype}; read bandwidth {bandwidth / 1e9:.1f} GB/s")
-    windows = {topology: ours(args, model, topology) for topology in ("colocated", "pda")}
+    windows = {
+        topology: ours(args, model, topology=topology, executor=args.executor)
+        for topology in ("colocated", "pda")
+    }
     rates = peer_rates(args, model)
     weight_bytes = max(row["weight_bytes"] for row in windows["colocated"][args.batches[0]].after)
     rows, steps = [], []
