@@ -174,3 +174,16 @@ def test_what_has_no_table_runs_layer_by_layer(models, family, fields):
     with LLM(models(family), topology="colocated", **POOL, **fields) as llm:
         assert len(llm.generate([PROMPTS[0]], GREEDY)[0].token_ids) == GREEDY.max_tokens
         assert rows_of(llm)["colocated-0"]["native_layers"] == 0
+
+
+def test_other_types_than_bfloat16_run_layer_by_layer_to_the_same_tokens(models):
+    model = ModelConfig(model_path=models("llama").model_path, dtype="float32")
+    told = []
+    for fields in (
+        {"topology": "colocated", "executor": "local"},
+        {"topology": "pda", "executor": "process"},
+    ):
+        with LLM(model, **{**POOL, **fields}) as llm:
+            told.append([out.token_ids for out in llm.generate(PROMPTS, GREEDY)])
+            assert all(row["native_layers"] == 0 for row in rows_of(llm).values())
+    assert told[0] == told[1]
