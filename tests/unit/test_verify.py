@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +10,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from tests.cuda_kit import FakeDriver as FakeGpus
 
 from cloverinfer.cli import main
 from cloverinfer.config.network import NetworkConfig
 from cloverinfer.core.errors import ConfigError, TransportError
-from cloverinfer.transport import create_endpoint, transport_names
+from cloverinfer.transport import Endpoint, capabilities, create_endpoint, transport_names
 from cloverinfer.transport.choice import choose, offer
-from cloverinfer.verify import host, measure, run
+from cloverinfer.transport.cuda_ipc import CudaIpcEndpoint
+from cloverinfer.verify import far, host, measure, memory, run, sides
 from cloverinfer.verify.cuda import DriverError, cuda_findings
 from cloverinfer.verify.far import Far
 from cloverinfer.verify.measure import check_transport
@@ -224,6 +227,43 @@ def test_transport_that_cannot_be_opened_is_a_failure_of_its_own(near: Near) -> 
     assert found.verdict == "fail"
     assert "pigeon" in found.text
     assert checked(near, "inproc")[0].verdict == "ok"
+
+
+def test_gpu_to_gpu_is_checked_where_both_sides_have_one(
+    near: Near, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+
+    def make(endpoint: Endpoint, nbytes: int, device: int | None) -> memory.HostMemory:
+        asked.append(device)
+        return memory.HostMemory(endpoint, nbytes)
+
+    able = dataclasses.replace(capabilities("inproc"), memory=("host", "cuda"))
+    monkeypatch.setattr(measure, "capabilities", lambda name: able)
+    monkeypatch.setattr(measure, "num_gpus", lambda: 1)
+    monkeypatch.setattr(far, "num_gpus", lambda: 2)
+    monkeypatch.setattr(sides, "make_memory", make)
+    found = checked(near, "inproc")
+    assert [one.subject for one in found[::4]] == ["inproc", "inproc from GPU 0 to GPU 1"]
+    assert {one.verdict for one in found} == {"ok"}
+    assert asked == [None, None, 1, 0]
+    monkeypatch.setattr(far, "num_gpus", lambda: 0)
+    assert len(checked(near, "inproc")) == 4
+
+
+def test_memory_of_a_gpu_takes_patterns_and_counts_what_is_wrong() -> None:
+    driver = FakeGpus()
+    endpoint = CudaIpcEndpoint("one", driver=driver)
+    gpu = memory.GpuMemory(endpoint, 1 << 16, 1, driver)
+    sent = pattern(60_000, 3)
+    gpu.write(sent)
+    assert gpu.wrong(sent) == 0
+    other = sent.copy()
+    other[[5, 500]] ^= 1
+    assert gpu.wrong(other) == 2
+    endpoint.close()
+    gpu.close()
+    assert driver.retained == 0
 
 
 def test_far_side_says_what_it_cannot(near: Near) -> None:

@@ -18,6 +18,7 @@ from ..core.errors import CloverError, TransportError, describe
 from ..transport import create_endpoint, join
 from ..transport.choice import offer
 from .host import findings
+from .memory import num_gpus
 from .messages import ACK, LATENCY_BYTES, Answer, Ask, pattern
 from .sides import Control, Data
 
@@ -45,6 +46,7 @@ class Far:
         verbs: dict[str, Callable[[Ask], Answer]] = {
             "findings": self._findings,
             "offer": self._offer,
+            "gpus": self._gpus,
             "open": self._open,
             "meet": self._meet,
             "check": self._check,
@@ -67,12 +69,15 @@ class Far:
     def _offer(self, ask: Ask) -> Answer:
         return Answer(offer=offer(f"{socket.gethostname()} there"))
 
+    def _gpus(self, ask: Ask) -> Answer:
+        return Answer(gpus=num_gpus())
+
     def _open(self, ask: Ask) -> Answer:
         self._close()
         join(ask.transport)
         endpoint = create_endpoint(ask.transport, "verify-far", self._network)
         try:
-            self._data = Data(endpoint, ask.nbytes, self._control)
+            self._data = Data(endpoint, ask.nbytes, self._control, ask.device)
         except CloverError:
             endpoint.close()
             raise
@@ -93,12 +98,12 @@ class Far:
         """Whether the pattern came."""
         data = self._opened()
         data.notice()
-        return Answer(wrong=int((data.memory[: ask.nbytes] != pattern(ask.nbytes, ask.seed)).sum()))
+        return Answer(wrong=data.memory.wrong(pattern(ask.nbytes, ask.seed)))
 
     def _fill(self, ask: Ask) -> Answer:
         """Puts the pattern into the near side's region."""
         data = self._opened()
-        data.memory[: ask.nbytes] = pattern(ask.nbytes, ask.seed)
+        data.memory.write(pattern(ask.nbytes, ask.seed))
         data.settle(data.put(*data.way(ask.nbytes, ask.length), ask.seed))
         return Answer()
 
@@ -130,7 +135,7 @@ class Far:
     def _close(self) -> None:
         data, self._data = self._data, None
         if data is not None:
-            data.endpoint.close()
+            data.close()
 
 
 def main(address: str) -> int:

@@ -19,7 +19,7 @@ class Ask(msgspec.Struct, frozen=True):
     """The near side asks; every ask has one answer."""
 
     verb: str
-    """open, meet, check, fill, echo, count, close, findings, offer or end."""
+    """open, meet, check, fill, echo, count, close, findings, offer, gpus or end."""
     transport: str = ""
     address: str = ""
     region: RegionRef | None = None
@@ -30,6 +30,8 @@ class Ask(msgspec.Struct, frozen=True):
     seed: int = 0
     good: bool = False
     """With ``end``: the verdict."""
+    device: int | None = None
+    """With ``open``: the GPU whose memory the region is; None: the host's."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -43,6 +45,8 @@ class Answer(msgspec.Struct, frozen=True):
     """Bytes that are not what they should be."""
     findings: list[Finding] = []
     offer: Offer | None = None
+    gpus: int = 0
+    """How many the far side has."""
 
 
 def pattern(nbytes: int, seed: int) -> npt.NDArray[np.uint8]:

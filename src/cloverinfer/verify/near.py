@@ -57,39 +57,52 @@ class Near:
 
 
 class Exchange:
-    """One transport open on both sides, with a region of ``nbytes`` on each."""
+    """One transport open on both sides, with a region of ``nbytes`` on each. ``gpus``: those whose
+    memory the regions are, near and far; None: the hosts'."""
 
-    def __init__(self, near: Near, transport: str, network: NetworkConfig, nbytes: int) -> None:
+    def __init__(
+        self,
+        near: Near,
+        transport: str,
+        network: NetworkConfig,
+        nbytes: int,
+        gpus: tuple[int, int] | None = None,
+    ) -> None:
         self._near, self.nbytes = near, nbytes
-        far = near.ask(Ask("open", transport=transport, nbytes=nbytes))
+        ours, theirs = gpus or (None, None)
+        far = near.ask(Ask("open", transport=transport, nbytes=nbytes, device=theirs))
         assert far.region is not None
-        self._endpoint = create_endpoint(transport, "verify-near", network)
+        endpoint = create_endpoint(transport, "verify-near", network)
         try:
-            self._data = Data(self._endpoint, nbytes, near.control)
+            self._data = Data(endpoint, nbytes, near.control, ours)
+        except BaseException:
+            endpoint.close()
+            raise
+        try:
             self._data.meet(far.address, far.region)
             mine = self._data.region.ref
-            near.ask(Ask("meet", address=self._endpoint.address(), region=mine))
+            near.ask(Ask("meet", address=endpoint.address(), region=mine))
         except BaseException:
-            self._endpoint.close()
+            self._data.close()
             raise
 
     def __enter__(self) -> Exchange:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._endpoint.close()
+        self._data.close()
         if kind is None:  # else the far side may be busy, or gone
             self._near.ask(Ask("close"))
 
     def moved(self, nbytes: int, length: int) -> int:
         """Moves patterns both ways in scattered pieces; how many bytes came wrong."""
         data, near = self._data, self._near
-        data.memory[:nbytes] = pattern(nbytes, 1)
+        data.memory.write(pattern(nbytes, 1))
         data.settle(data.put(*data.way(nbytes, length), 1))
         wrong = near.ask(Ask("check", nbytes=nbytes, seed=1)).wrong
         near.ask(Ask("fill", nbytes=nbytes, length=length, seed=2))
         data.notice()
-        return wrong + int((data.memory[:nbytes] != pattern(nbytes, 2)).sum())
+        return wrong + data.memory.wrong(pattern(nbytes, 2))
 
     def latency(self, rounds: int) -> Latency:
         """Of ``rounds`` round trips; some before them do not count."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ..core.errors import DeadlineError, TransportError
 from ..transport import Endpoint, Peer, Ranges, Region, RegionRef, Slices, Ticket
+from .memory import make_memory
 from .messages import Answer, Ask, pieces
 
 STEP = 60.0
@@ -66,12 +67,15 @@ class Control:
 
 
 class Data:
-    """One side of a transport under check: its endpoint and region, and the way to the other's."""
+    """One side of a transport under check: its endpoint and region, and the way to the other's.
+    ``device``: the GPU whose memory the region is; None: the host's."""
 
-    def __init__(self, endpoint: Endpoint, nbytes: int, control: Control) -> None:
+    def __init__(
+        self, endpoint: Endpoint, nbytes: int, control: Control, device: int | None = None
+    ) -> None:
         self.endpoint, self._control = endpoint, control
-        self.region: Region = endpoint.register(nbytes)
-        self.memory: npt.NDArray[np.uint8] = np.frombuffer(self.region.buffer, np.uint8)
+        self.memory = make_memory(endpoint, nbytes, device)
+        self.region: Region = self.memory.region
         self._peer: Peer | None = None
         self._theirs: RegionRef | None = None
         self._notices: list[int] = []
@@ -86,6 +90,11 @@ class Data:
         offsets, index = pieces(nbytes, length)
         local, remote = (Slices(region, offsets, length) for region in (self.region, self._theirs))
         return self.endpoint.prepare(self._peer, local, remote), index
+
+    def close(self) -> None:
+        """The endpoint first: then nobody reads or writes the memory."""
+        self.endpoint.close()
+        self.memory.close()
 
     def put(self, ranges: Ranges, index: npt.NDArray[np.int32], notice: int) -> Ticket:
         return self.endpoint.put(ranges, index, notice, timeout=STEP)
