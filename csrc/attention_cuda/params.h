@@ -4,23 +4,9 @@
 #include <cstdint>
 
 #include "attention_cuda/plan.h"
+#include "common/dtype.h"
 
 namespace clover::cuda {
-
-enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat8E4M3 = 3 };
-
-CLOVER_HD constexpr int dtype_bytes(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return 4;
-    case DType::kBFloat16:
-    case DType::kFloat16:
-      return 2;
-    case DType::kFloat8E4M3:
-      return 1;
-  }
-  return 0;
-}
 
 // One layer of a pool in the canonical layout: a block is keys [kv_heads, block_size, k_dim] and
 // then values [kv_heads, block_size, v_dim].

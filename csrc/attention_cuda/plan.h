@@ -11,11 +11,7 @@
 // start, and every unit is a piece of its own: where a row is cut depends on the row alone.
 #pragma once
 
-#ifdef __CUDACC__
-#define CLOVER_HD __host__ __device__ __forceinline__
-#else
-#define CLOVER_HD inline
-#endif
+#include "common/host_device.h"
 
 namespace clover::cuda {
 

@@ -212,6 +212,95 @@ class CudaAttentionPool:
     def take_bad(self) -> int:
         """1 where a finished call met a block outside the pool, 2 a slot, else 0; forgets it."""
 
+# --- the dense half's small kernels on a GPU (csrc/bindings/dense_cuda.cpp) ---
+
+Rows = tuple[int, int]
+"""Address, and elements between tokens."""
+
+class CudaDense:
+    """Kernels on one device; only where ``CUDA_BUILT``.
+
+    Types are codes: 0 float32, 1 bfloat16, 2 float16. Strides count elements. Calls return at
+    once; ``stream`` is CUDA's handle. Sizes out of range are a ``ValueError``, what CUDA refuses a
+    ``RuntimeError``.
+    """
+
+    def __init__(self, *, device: int) -> None: ...
+    def norm(
+        self,
+        stream: int,
+        dtype: int,
+        rows: int,
+        columns: int,
+        eps: float,
+        weight: int,
+        hidden: int,
+        hidden_stride: int,
+        out: int,
+        /,
+    ) -> None: ...
+    def add_norm(
+        self,
+        stream: int,
+        dtype: int,
+        rows: int,
+        columns: int,
+        eps: float,
+        weight: int,
+        hidden: int,
+        hidden_stride: int,
+        added: int,
+        added_stride: int,
+        hidden_out: int,
+        out: int,
+        /,
+    ) -> None: ...
+    def embed_norm(
+        self,
+        stream: int,
+        dtype: int,
+        rows: int,
+        columns: int,
+        eps: float,
+        weight: int,
+        table: int,
+        vocabulary: int,
+        ids: int,
+        hidden_out: int,
+        out: int,
+        /,
+    ) -> None: ...
+    def gate(
+        self,
+        stream: int,
+        dtype: int,
+        rows: int,
+        columns: int,
+        gate_up: int,
+        stride: int,
+        out: int,
+        /,
+    ) -> None: ...
+    def rotate(
+        self,
+        stream: int,
+        dtype: int,
+        tokens: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        eps: float,
+        qkv: Rows,
+        positions: int,
+        table: tuple[int, int, int],
+        norm: int,
+        q: Rows,
+        k: Rows,
+        v: Rows,
+        /,
+    ) -> None:
+        """``table``: addresses of cos and sin, and their rows. ``norm``: 0 for none."""
+
 # --- the dense half on the CPU (csrc/bindings/dense_cpu.cpp) ---
 
 def dense_isas() -> list[str]:

@@ -37,6 +37,19 @@ class Linear:
         """``residual`` plus the product."""
         return residual + F.linear(x, self.weight, self.bias)
 
+    def fuses_add(self, rows: int) -> bool:
+        """Whether ``add`` of so many rows costs no more than the product alone."""
+        return False
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` of a product whose outputs are gate and then up."""
+        gate, up = self(x).chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    def fuses_gate(self, rows: int) -> bool:
+        """Whether ``gated`` of so many rows costs no more than the product alone."""
+        return False
+
 
 class PackedLinear(Linear):
     """The same with the weight in oneDNN's blocked layout; the plain weight is not kept."""

@@ -5,8 +5,8 @@ Weights are fused when they are loaded: q, k and v are one matrix, gate and up a
 
 The carry is (hidden ``[t, c]``, cos ``[t, 1, d]``, sin ``[t, 1, d]``); after the last stage only
 the hidden rows remain. Where the native stages serve the weights' type they pack the weights and
-run every call, leaving hidden rows in float32; else PyTorch's products do, in the weights' type.
-Either takes on where the other left off.
+run every call, leaving hidden rows in float32; on a GPU ``cuda_stages.py`` does, with a carry of
+its own; else PyTorch's products do, in the weights' type.
 
 Shapes: t tokens, c hidden size, h query heads, n KV heads, d head size, f FFN size.
 """
@@ -18,6 +18,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from .arch import kv_specs
 from .base import QKV, Carry, DenseHalf, ModelArch, NativeDense, place
+from .cuda_kernels import DenseKernels, cuda_serves
+from .cuda_stages import CudaStages
 from .linear import Linear
 from .native import LayerWeights, LlamaTable, ModelWeights, NativeStages, native_serves
 from .rope import rope_table
@@ -50,6 +52,10 @@ class LlamaHalf(DenseHalf):
                 arch, self._weights, torch.get_num_threads(), int8=checkpoint.int8
             )
             self._weights.layers.clear()  # packed; PyTorch's way is closed from here on
+        self._cuda: CudaStages | None = None
+        if cuda_serves(self.dtype, self.device):
+            kernels = DenseKernels(self.dtype, self.device)
+            self._cuda = CudaStages(arch, self._weights, (self._cos, self._sin), kernels)
 
     def native(self) -> NativeDense | None:
         if self._native is None:
@@ -76,6 +82,8 @@ class LlamaHalf(DenseHalf):
         if native is not None:
             carry = carry or (None, self._cos[positions_t], self._sin[positions_t])
             return native.stage(i, attn_out_the, carry, token_ids_t, out)
+        if self._cuda is not None:
+            return self._cuda.stage(i, attn_out_the, carry, token_ids_t, positions_t, out)
         if i == 0:
             assert token_ids_t is not None
             hidden_tc = F.embedding(token_ids_t, self._weights.embedding)
@@ -95,6 +103,8 @@ class LlamaHalf(DenseHalf):
         hidden_tc = carry[0]
         if self._native is not None:
             return self._native.logits(hidden_tc)
+        if self._cuda is not None:
+            return self._cuda.logits(carry)
         return self._weights.head(
             self._norm(hidden_tc.to(self.dtype), self._weights.final_norm)
         ).float()
@@ -108,9 +118,8 @@ class LlamaHalf(DenseHalf):
     ) -> torch.Tensor:
         """Output projection and FFN, each added to the hidden rows."""
         hidden_tc = layer.out.add(attn_the.reshape(attn_the.shape[0], -1), hidden_tc)
-        gate_up = layer.gate_up(self._norm(hidden_tc, layer.post_norm))
-        gate_tf, up_tf = gate_up.chunk(2, -1)
-        return layer.down.add(F.silu(gate_tf).mul_(up_tf), hidden_tc)
+        ffn_tf = layer.gate_up.gated(self._norm(hidden_tc, layer.post_norm))
+        return layer.down.add(ffn_tf, hidden_tc)
 
     def _attention_inputs(
         self, layer: LayerWeights, hidden_tc: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

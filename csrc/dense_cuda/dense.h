@@ -1,0 +1,23 @@
+// The dense half's small kernels on one device, launched on the caller's stream. Nothing is
+// allocated or waited for, so every call can be captured in a graph.
+#pragma once
+
+#include "dense_cuda/kernels.h"
+
+namespace clover::cuda {
+
+class Dense {
+ public:
+  // std::runtime_error for what CUDA refuses, here and in every call.
+  explicit Dense(int device);
+
+  void norm(const NormParams& params, cudaStream_t stream) const;
+  void gate(const GateParams& params, cudaStream_t stream) const;
+  void rotate(const RotateParams& params, cudaStream_t stream) const;
+
+ private:
+  int device_;
+  Target target_;  // without its stream
+};
+
+}  // namespace clover::cuda
