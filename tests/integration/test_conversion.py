@@ -94,8 +94,8 @@ class OwnLayout(TorchAttention):
 def test_a_pool_of_another_layout_is_filled_by_its_backend(path, wanted, monkeypatch):
     import cloverinfer.nodes.attention as attention
 
-    def own(name, layout, num_heads, threads, region):
-        backend = OwnLayout(threads)
+    def own(config, layout, num_heads, region):
+        backend = OwnLayout(config.threads)
         backend.allocate(layout, num_heads, region.buffer)
         return backend
 

@@ -13,9 +13,13 @@ from hypothesis import strategies as st
 
 from cloverinfer import _native
 from cloverinfer.attention import auto_backend, create_backend
-from cloverinfer.attention.cuda import missing
+from cloverinfer.attention.cuda import CudaAttention, missing
+from cloverinfer.config.cluster import ClusterConfig, ModelConfig
 from cloverinfer.core.errors import ConfigError
 from cloverinfer.kvcache.layout import KVSpec, PoolLayout
+from cloverinfer.nodes.local import make_backend
+from cloverinfer.orchestrator.layout import node_configs, node_names
+from cloverinfer.orchestrator.placement import on_this_host
 
 TILE = 16
 
@@ -156,6 +160,21 @@ def test_lengths_and_counts_must_match() -> None:
 def test_nodes_on_the_cpu_take_the_cpu_backend() -> None:
     assert auto_backend("cpu") == "cpu"
     assert auto_backend("cuda") == ("cpu" if missing() else "cuda")
+
+
+def test_batch_invariance_reaches_the_backend_and_is_said_to_change_nothing_elsewhere(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cluster = ClusterConfig(executor="local", transport="inproc", threads=1, batch_invariant=True)
+    names = [name for group in node_names(cluster).values() for name in group]
+    config = node_configs(cluster, ModelConfig(), on_this_host(names))[0]
+    assert config.batch_invariant
+    backend = create_backend("cuda", 1, batch_invariant=True)
+    assert isinstance(backend, CudaAttention)
+    assert backend.batch_invariant
+    spec = KVSpec(kv_heads=1, k_dim=64, v_dim=64, dtype="float32", scale=1.0)
+    make_backend(config, PoolLayout((spec,), 16, 2), 1, None).close()
+    assert "cluster.batch_invariant changes nothing for attention backend cpu" in caplog.text
 
 
 @pytest.mark.skipif(not missing(), reason="a GPU is here")

@@ -19,8 +19,9 @@ from cloverinfer.server.catalog import load_chat
 
 FLAGS = [
     "--advertise-host", "--allow-credentials", "--allowed-headers", "--allowed-methods",
-    "--allowed-origins", "--api-key", "--attention", "--attention-backend", "--bind-host",
-    "--block-size", "--body-timeout", "--chat-template", "--checksum", "--config", "--dense",
+    "--allowed-origins", "--api-key", "--attention", "--attention-backend",
+    "--batch-invariant", "--bind-host", "--block-size", "--body-timeout", "--chat-template",
+    "--checksum", "--config", "--dense",
     "--disable-log-requests", "--dtype", "--enable-auto-tool-choice", "--enable-chunked-prefill",
     "--enable-prefix-caching", "--executor", "--gpu-memory-utilization", "--help", "--host",
     "--kv-cache-dtype", "--load-format", "--lowering", "--max-body-mib", "--max-model-len",

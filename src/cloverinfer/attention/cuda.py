@@ -59,7 +59,7 @@ class CudaAttention(AttentionBackend):
     )
 
     def __init__(self, threads: int = 1, batch_invariant: bool = False) -> None:
-        self._batch_invariant = batch_invariant
+        self.batch_invariant = batch_invariant
         self._native: _native.CudaAttentionPool | None = None
         self._layers: list[_Layer] = []
         self._heads = 0
@@ -78,7 +78,7 @@ class CudaAttention(AttentionBackend):
             pool_bytes=layout.total_bytes,
             block_size=layout.block_size,
             num_blocks=layout.num_blocks,
-            fixed_splits=self._batch_invariant,
+            fixed_splits=self.batch_invariant,
         )
         for spec in layout.specs:
             _add_layer(native, spec, num_heads)
@@ -174,7 +174,7 @@ class CudaAttention(AttentionBackend):
         where the call may hold one.
         """
         rows = lengths_r.shape[0]
-        if tokens - rows + 1 < PROMPT_LEAST or self._batch_invariant or not _sdpa_serves(of):
+        if tokens - rows + 1 < PROMPT_LEAST or self.batch_invariant or not _sdpa_serves(of):
             return []
         if torch.cuda.is_current_stream_capturing():
             return []

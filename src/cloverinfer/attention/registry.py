@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 from ..core.errors import ConfigError
 from .base import AttentionBackend
@@ -27,10 +28,12 @@ def auto_backend(device: str) -> str:
     return "cpu" if cuda.missing() else "cuda"
 
 
-def create_backend(name: str, threads: int = 1) -> AttentionBackend:
-    """The backend called ``name`` with ``threads`` compute threads; ``ConfigError`` if unknown."""
+def create_backend(name: str, threads: int = 1, batch_invariant: bool = False) -> AttentionBackend:
+    """The backend called ``name`` with ``threads`` compute threads; ``ConfigError`` if unknown.
+    ``batch_invariant`` means something to ``cuda`` alone.
+    """
     if name not in _CLASSES:
         raise ConfigError(f"unknown attention backend {name!r}; known: {', '.join(_CLASSES)}")
     module = importlib.import_module(f".{name}", __package__)
-    backend: AttentionBackend = getattr(module, _CLASSES[name])(threads)
-    return backend
+    make: Callable[..., AttentionBackend] = getattr(module, _CLASSES[name])
+    return make(threads, batch_invariant) if name == "cuda" else make(threads)

@@ -89,6 +89,8 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     option(
         group, "--attention-backend", "cluster.attention_backend", text, choices=ATTENTION_BACKENDS
     )
+    text = "attention on GPUs whose results do not change with the batch; slower"
+    switch(group, "--batch-invariant", "cluster.batch_invariant", text, "off")
     text = "compute threads of each process (default: the cores it may use)"
     option(group, "--threads", "cluster.threads", text, int)
     text = f"seconds that the nodes may take to start (default: {cluster.start_timeout:g})"

@@ -204,6 +204,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     nixl."""
     attention_backend: str = "auto"
     """auto (cuda where nodes are on a GPU, else cpu), cpu, cuda or torch."""
+    batch_invariant: bool = False
+    """Attention on GPUs with splits that depend on a request alone, so that its result does not
+    change with those that it shares a batch with; slower. Nothing else is affected yet."""
     threads: int | None = None
     """Compute threads of each process; None: the cores it may use. Nodes of one process share them
     (local); nodes of different processes take turns by nature: one computes while others wait."""
@@ -222,6 +225,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for field, known in _CHOICES.items():
             value = getattr(self, field)
             _check("cluster", field, value, value in known, f"one of {', '.join(known)}")
+        given = self.batch_invariant
+        _check("cluster", "batch_invariant", given, isinstance(given, bool), "true or false")
         _int_at_least(
             "cluster",
             self,

@@ -76,9 +76,7 @@ class AttentionNode(Node):
         self.layout = self.make_layout()
         self.pool = self.endpoint.register(self.layout.total_bytes)
         heads = model.arch.num_heads
-        self.backend = make_backend(
-            config.attention_backend, self.layout, heads, config.threads, self.pool
-        )
+        self.backend = make_backend(config, self.layout, heads, self.pool)
         self.shape = HopShape(self.specs, heads, getattr(torch, model.dtype))
         self._in = HopBuffer(
             self.shape, False, len(config.dense_nodes), config.lanes, config.max_rows

@@ -37,3 +37,5 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     network: NetworkConfig = NetworkConfig()
     layer_loop: str = "auto"
     """See ``ClusterConfig``."""
+    batch_invariant: bool = False
+    """See ``ClusterConfig``."""

@@ -24,10 +24,14 @@ log = logging.getLogger(__name__)
 
 
 def make_backend(
-    name: str, layout: PoolLayout, num_heads: int, threads: int, region: Region | None
+    config: NodeConfig, layout: PoolLayout, num_heads: int, region: Region | None
 ) -> AttentionBackend:
     """The backend with its pool, in ``region`` where peers write to it."""
-    backend = create_backend(auto_backend("cpu") if name == "auto" else name, threads)
+    name = config.attention_backend
+    name = auto_backend("cpu") if name == "auto" else name
+    if config.batch_invariant and name != "cuda":
+        log.warning("cluster.batch_invariant changes nothing for attention backend %s", name)
+    backend = create_backend(name, config.threads, config.batch_invariant)
     backend.allocate(layout, num_heads, region.buffer if region is not None else None)
     return backend
 
@@ -41,9 +45,7 @@ class LocalNode(Node):
         super().__init__(config, model, endpoint, gate)
         self.layout = self.make_layout()
         self.pool = self.endpoint.register(self.layout.total_bytes)
-        self.backend = make_backend(
-            config.attention_backend, self.layout, model.arch.num_heads, config.threads, self.pool
-        )
+        self.backend = make_backend(config, self.layout, model.arch.num_heads, self.pool)
         self.half = load_half(model, config.model.seed)
         self.rows = RowTable(
             config.cache.block_size, local_attention=True, grammars=grammars_of(model)

@@ -96,6 +96,7 @@ def node_configs(
             network=network_at(cluster.network, places[name]),
             attention_backend=cluster.attention_backend,
             layer_loop=cluster.layer_loop,
+            batch_invariant=cluster.batch_invariant,
             threads=cluster.threads or places[name].cores,
             lanes=cluster.scheduler.num_wavefronts,
             max_rows=cluster.scheduler.max_num_seqs,
