@@ -113,7 +113,8 @@ test-deploy: setup
 
 # On a host with a device: what is skipped elsewhere.
 test-gpu: setup
-	@$(BIN)/python -m pytest -m "not ray" -k cuda tests
+	@$(BIN)/python -m pytest tests/gpu
+	@$(BIN)/python -m pytest -m "not ray" -k cuda --ignore=tests/gpu tests
 
 test-models: setup
 	@$(BIN)/python -m pytest -m "models or not models" tests/integration/test_compiled.py tests/models

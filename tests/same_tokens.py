@@ -32,13 +32,13 @@ def reference(model: Any, prompts: Sequence[list[int]], max_tokens: int) -> list
     cases = []
     for prompt in prompts:
         result = model.generate(
-            torch.tensor([prompt]),
+            torch.tensor([prompt], device=model.device),
             max_new_tokens=max_tokens,
             do_sample=False,
             return_dict_in_generate=True,
             output_scores=True,
             eos_token_id=None,
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64, device=model.device),
             pad_token_id=0,
             repetition_penalty=1.0,
         )

@@ -97,7 +97,7 @@ def test_a_variable_that_names_a_section_alone_is_told_of_its_settings() -> None
         ("cache: {block_size: big}", ["cache.block_size must be an integer, not 'big'"]),
         ("server: {port: yes}", ["server.port must be an integer, not True"]),
         ("model: {max_model_len: 1.5}", ["model.max_model_len must be an integer or none"]),
-        ("cache: {memory_gib: .inf}", ["cache.memory_gib must be a number, not inf"]),
+        ("cache: {memory_gib: .inf}", ["cache.memory_gib must be a number or none, not inf"]),
         ("cache: {block_size: 24}", ["cache.block_size must be a power of two", "not 24"]),
         ("cluster: {topology: star}", ["cluster.topology must be one of colocated, pd, pda"]),
         ("cluster: {topology: pd, topology: pda}", ["'topology' stands twice"]),

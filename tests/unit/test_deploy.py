@@ -82,7 +82,10 @@ def test_without_an_inventory_it_is_said_how_to_name_one(tmp_path: Path) -> None
 def test_familiar_names_become_settings_and_the_rest_environment(tmp_path: Path) -> None:
     env = "# ours\nMODEL_NAME='big one'\nexport MAX_MODEL_LEN=512 # tokens\n\nHF_HOME=/data\n"
     inventory = load(tmp_path, GOOD, env + "GPU_MEMORY_UTILIZATION=0.5\n")
-    assert inventory.settings == {"model": {"model_path": "big one", "max_model_len": 512}}
+    assert inventory.settings == {
+        "model": {"model_path": "big one", "max_model_len": 512},
+        "cache": {"gpu_memory_utilization": 0.5},
+    }
     assert inventory.environment == {"HF_HOME": "/data"}
     assert inventory.gpu_memory_utilization == 0.5
 
@@ -179,15 +182,6 @@ def test_a_wheel_that_takes_too_long_is_not_waited_for(
     monkeypatch.setattr(packages, "BUILD_SECONDS", 0.01)
     with pytest.raises(ConfigError, match=r"not built within 0\.01 s: build it"):
         packages.wheel(None, tmp_path)
-
-
-def test_a_share_of_gpus_is_said_to_change_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    load(tmp_path, GOOD, "GPU_MEMORY_UTILIZATION=0.5\n")
-    files = ["--inventory", str(tmp_path / "cluster.yaml"), "--env", str(tmp_path / ".env")]
-    assert main(["deploy", "run", "1", "1", "1", "--dry-run", *files]) == 0
-    assert "note: gpu_memory_utilization changes nothing" in capsys.readouterr().out
 
 
 def test_a_service_runs_once_is_found_and_ends_with_its_children(tmp_path: Path) -> None:

@@ -309,6 +309,11 @@ def missing() -> str:
     return ""
 
 
+def count() -> int:
+    """GPUs that torch sees."""
+    return torch.cuda.device_count()
+
+
 def _layer(spec: KVSpec) -> _Layer:
     stored = STORED[spec.dtype]
     return _Layer(spec, stored, _WIDE if stored == torch.float8_e4m3fn else (stored,))

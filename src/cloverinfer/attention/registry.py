@@ -28,6 +28,13 @@ def auto_backend(device: str) -> str:
     return "cpu" if cuda.missing() else "cuda"
 
 
+def gpus() -> tuple[int, str]:
+    """GPUs of this host that nodes can compute on; where there are none, also why."""
+    cuda = importlib.import_module(".cuda", __package__)
+    reason: str = cuda.missing()
+    return (0, reason) if reason else (cuda.count(), "")
+
+
 def create_backend(name: str, threads: int = 1, batch_invariant: bool = False) -> AttentionBackend:
     """The backend called ``name`` with ``threads`` compute threads; ``ConfigError`` if unknown.
     ``batch_invariant`` means something to ``cuda`` alone.

@@ -105,8 +105,6 @@ def _run(fleet: Any, args: argparse.Namespace) -> None:
         raise ConfigError("deploy run needs all hosts of the inventory: leave --hosts out")
     if fleet.inventory.mode != "native":
         raise ConfigError(f"mode {fleet.inventory.mode} cannot be run yet: use mode native")
-    if fleet.inventory.gpu_memory_utilization is not None:
-        fleet.say("note: gpu_memory_utilization changes nothing: nodes do not use GPUs yet")
     counts = {"prefill": args.prefill, "decode": args.dense}
     if args.attention is not None:
         counts = {"prefill": args.prefill, "dense": args.dense, "attention": args.attention}

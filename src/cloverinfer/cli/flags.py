@@ -91,6 +91,9 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     )
     text = "attention on GPUs whose results do not change with the batch; slower"
     switch(group, "--batch-invariant", "cluster.batch_invariant", text, "off")
+    text = "auto, cpu, cuda or cuda:N; auto: GPUs where there are any "
+    text += f"(default: {cluster.device})"
+    option(group, "--device", "cluster.device", text)
     text = "compute threads of each process (default: the cores it may use)"
     option(group, "--threads", "cluster.threads", text, int)
     text = f"seconds that the nodes may take to start (default: {cluster.start_timeout:g})"
@@ -107,12 +110,16 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     option(group, "--block-size", "cache.block_size", text, int)
     text = "of the prefill nodes, whose blocks are converted (default: as --block-size)"
     option(group, "--prefill-block-size", "cache.prefill_block_size", text, int)
-    text = "of stored keys and values; auto: as --dtype; int8: scaled by token and head "
+    text = "of stored keys and values; auto: as --dtype; int8: scaled by token and head, on CPUs; "
+    text += "fp8: on GPUs "
     text += f"(default: {cache.kv_cache_dtype})"
     option(group, "--kv-cache-dtype", "cache.kv_cache_dtype", text, choices=KV_CACHE_DTYPES)
-    text = f"KV pool of each attention node in GiB (default: {cache.memory_gib:g})"
+    text = "KV pool of each attention node in GiB (default: 1; on a GPU, what is left of it)"
     option(group, "--memory-gib", "cache.memory_gib", text, float)
-    text = "blocks per pool (default: by --memory-gib)"
+    text = "of a GPU's memory, for weights, steps and pools of all nodes on it "
+    text += f"(default: {cache.gpu_memory_utilization:g})"
+    option(group, "--gpu-memory-utilization", "cache.gpu_memory_utilization", text, float)
+    text = "blocks per pool (default: by --memory-gib or --gpu-memory-utilization)"
     option(group, "--num-blocks", "cache.num_blocks", text, int)
     switch(
         group, "--enable-prefix-caching", "cache.enable_prefix_caching", "keep full blocks findable"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 from typing import Any
 
 from ..config import Config
@@ -31,7 +30,6 @@ def add(commands: Any) -> None:
     _add_chat(serve)
     add_logs(serve)
     add_common(serve)
-    _add_for_others(serve)
 
 
 def _add_listening(parser: argparse.ArgumentParser) -> None:
@@ -51,13 +49,6 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     text = "how the model writes its calls (default: none)"
     parsers = TOOL_CALL_PARSERS
     option(group, "--tool-call-parser", "chat.tool_call_parser", text, choices=parsers)
-
-
-def _add_for_others(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("taken for the sake of scripts for other servers")
-    text = "share of a GPU's memory, 0 to 1; changes nothing where nodes run on CPUs, whose KV "
-    text += "pools --memory-gib sizes (default: none)"
-    group.add_argument("--gpu-memory-utilization", type=float, metavar="X", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,9 +82,4 @@ def _settings(args: argparse.Namespace) -> Config:
         if given["model.model_path"] is not None:
             raise ConfigError("give the model once: as the first argument, or by --model")
         given["model.model_path"] = args.positional_model
-    share = args.gpu_memory_utilization
-    if share is not None:
-        if not 0 < share <= 1:
-            raise ConfigError(f"--gpu-memory-utilization must be above 0, at most 1, not {share}")
-        print("note: --gpu-memory-utilization changes nothing on CPUs", file=sys.stderr)
     return config_of(args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -10,13 +11,14 @@ from ..core.errors import ConfigError
 from .network import NetworkConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
 TOPOLOGIES = ("colocated", "pd", "pda")
 EXECUTORS = ("local", "process", "ray")
 TRANSPORTS = ("auto", "inproc", "cuda_ipc", "shm", "rdma", "tcp", "ray", "nixl")
 ATTENTION_BACKENDS = ("auto", "cpu", "cuda", "torch")
 MOST = 10**9
 """No count or size means anything beyond it."""
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 MODEL_IMPLS = ("auto", "native", "compiled")
 LOWERINGS = ("eager", "inductor")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
@@ -119,14 +121,19 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefill_block_size: int | None = None
     """Tokens per block of the prefill nodes' pools, a power of two from 1 to 256; receivers convert
     their blocks. None: as ``block_size``."""
-    memory_gib: float = 1.0
-    """Budget of each attention node's pool (and of each prefill node's) in GiB."""
+    memory_gib: float | None = None
+    """Budget of each attention node's pool (and of each prefill node's) in GiB. None: 1 on a CPU,
+    and on a GPU what ``gpu_memory_utilization`` leaves."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that the nodes on it use together, in equal parts: weights, what a
+    step needs, and the pool, which gets the rest."""
     num_blocks: int | None = None
-    """Blocks of ``block_size`` tokens per pool; overrides ``memory_gib``. A prefill node with
-    another block size has blocks for as many tokens."""
+    """Blocks of ``block_size`` tokens per pool; overrides ``memory_gib`` and
+    ``gpu_memory_utilization``. A prefill node with another block size has blocks for as many
+    tokens."""
     kv_cache_dtype: str = "auto"
     """Type that keys and values are stored in: auto (as each node computes), float32, bfloat16,
-    float16, or int8 with a scale for each token and KV head."""
+    float16, int8 with a scale for each token and KV head (on CPUs), or fp8 (e4m3; on GPUs)."""
     enable_prefix_caching: bool = True
     """Full blocks stay findable by their tokens after a request ends, until the space is needed."""
 
@@ -141,7 +148,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         known = f"one of {', '.join(KV_CACHE_DTYPES)}"
         stored = self.kv_cache_dtype
         _check("cache", "kv_cache_dtype", stored, stored in KV_CACHE_DTYPES, known)
-        _positive("cache", self, "memory_gib")
+        if self.memory_gib is not None:
+            _positive("cache", self, "memory_gib")
+        share = self.gpu_memory_utilization
+        good = isinstance(share, (int, float)) and not isinstance(share, bool) and 0 < share <= 1
+        _check("cache", "gpu_memory_utilization", share, good, "a number above 0, at most 1")
         if self.num_blocks is not None:
             _int_at_least("cache", self, 1, "num_blocks")
 
@@ -207,6 +218,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     batch_invariant: bool = False
     """Attention on GPUs with splits that depend on a request alone, so that its result does not
     change with those that it shares a batch with; slower. Nothing else is affected yet."""
+    device: str = "auto"
+    """Where nodes compute: cpu, cuda (the GPUs of each host, in turn), or cuda:N (that one); auto:
+    cuda on hosts where PyTorch finds a GPU and this build has CUDA kernels, else cpu."""
     threads: int | None = None
     """Compute threads of each process; None: the cores it may use. Nodes of one process share them
     (local); nodes of different processes take turns by nature: one computes while others wait."""
@@ -239,6 +253,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             _int_at_least("cluster", self, 1, "threads")
             _check("cluster", "threads", self.threads, self.threads <= 4096, "at most 4096")
         _positive("cluster", self, "start_timeout")
+        device = self.device
+        good = isinstance(device, str) and _DEVICE.fullmatch(device) is not None
+        _check("cluster", "device", device, good, "auto, cpu, cuda or cuda:N")
         wait = self.room_timeout
         good = isinstance(wait, (int, float)) and not isinstance(wait, bool) and 0 <= wait <= MOST
         _check("cluster", "room_timeout", wait, good, f"a number from 0 to {MOST}")

@@ -124,6 +124,8 @@ def _with_env(inventory: Inventory, env: Mapping[str, str]) -> Inventory:
             share = _share(text)
         else:
             environment[name] = text
+    if share is not None:
+        settings.setdefault("cache", {}).setdefault("gpu_memory_utilization", share)
     return msgspec.structs.replace(
         inventory, settings=settings, environment=environment, gpu_memory_utilization=share
     )

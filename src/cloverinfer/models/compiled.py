@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.export.passes import move_to_device_pass
 
 from ..core.errors import ConfigError, ModelError
 from ..kvcache.layout import KVSpec
@@ -27,7 +28,7 @@ from .arch import kv_specs
 from .base import QKV, Carry, DenseHalf, ModelArch, place
 from .cache import sha256_of
 from .operators import exporting  # and registers what graphs call
-from .weights import SAFETENSORS, SafetensorsSource
+from .weights import CPU, SAFETENSORS, SafetensorsSource
 
 MANIFEST = "clover-compiled.json"
 FORMAT = 1
@@ -156,18 +157,25 @@ def check_dtype(folder: Path, manifest: Manifest, wanted: str) -> None:
 class CompiledHalf(DenseHalf):
     """The stages of a compiled model. Weights are in memory once, whoever reads them."""
 
-    def __init__(self, folder: Path, lowering: str = "eager") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        lowering: str = "eager",
+        device: torch.device = CPU,
+    ) -> None:
         """``lowering``: how graphs run, eager or inductor."""
         manifest = read_manifest(folder)
         check_whole(folder, manifest)
         self.arch = manifest.model_arch()
         self.dtype = getattr(torch, manifest.dtype)
-        self.device = torch.device("cpu")
+        self.device = device
         self.specs: tuple[KVSpec, ...] = kv_specs(self.arch, manifest.dtype)
         self._read_bytes = manifest.read_bytes
         source = SafetensorsSource.of_file(folder / SAFETENSORS)
-        weights = {name: source.load(name, shape) for name, shape in source.shapes().items()}
-        graphs = {name: _load_graph(folder / name, lowering) for name in manifest.graphs}
+        weights = {
+            name: source.load(name, shape).to(device) for name, shape in source.shapes().items()
+        }
+        graphs = {name: _load_graph(folder / name, lowering, device) for name in manifest.graphs}
         self._stages = [
             (graphs[entry.graph], [weights[name] for name in entry.weights])
             for entry in manifest.stages
@@ -203,13 +211,16 @@ class CompiledHalf(DenseHalf):
         return logits_tc.float()
 
 
-def _load_graph(path: Path, lowering: str) -> Any:
+def _load_graph(path: Path, lowering: str, device: torch.device) -> Any:
     # Loading is not safe in several threads at a time, and nodes of one process load in theirs.
     if not _LOADING.acquire(timeout=LOAD_TIMEOUT):
         raise ModelError(f"{path}: another node of this process has been loading for too long")
     try:
         with exporting():
-            module = torch.export.load(path).graph_module
+            program = torch.export.load(path)
+            if device.type != "cpu":  # what a graph makes anew is on the device it was traced on
+                program = move_to_device_pass(program, str(device))
+            module = program.graph_module
     except (RuntimeError, OSError, ValueError, KeyError) as problem:
         raise ModelError(f"{path}: cannot be loaded ({problem}): compile again") from problem
     finally:

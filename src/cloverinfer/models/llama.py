@@ -37,12 +37,12 @@ class LlamaHalf(DenseHalf):
         """Takes ``checkpoint``'s tensors, of its type; ``max_len``: positions to prepare for."""
         self.arch = arch
         self.dtype = checkpoint.dtype
-        self.device = torch.device("cpu")
+        self.device = checkpoint.device
         self.specs = kv_specs(arch, str(self.dtype).removeprefix("torch."))
         self._rotated = arch.num_heads + arch.num_kv_heads
         self._half = arch.head_dim // 2
         table = rope_table(arch.head_dim, arch.rope_theta, arch.rope_scaling, max_len, self.dtype)
-        self._cos, self._sin = table
+        self._cos, self._sin = (part.to(self.device) for part in table)
         native = native_serves(self.dtype, self.device)
         self._packed = not native
         self._weights = self._load(checkpoint)

@@ -69,7 +69,7 @@ class OPTHalf(DenseHalf):
         assert max_len <= arch.max_position
         self.arch = arch
         self.dtype = checkpoint.dtype
-        self.device = torch.device("cpu")
+        self.device = checkpoint.device
         self.specs = kv_specs(arch, str(self.dtype).removeprefix("torch."))
         self._before = arch.extra["do_layer_norm_before"]
         self._activation = _ACTIVATIONS[arch.hidden_act]

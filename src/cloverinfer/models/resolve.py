@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..attention import gpus
 from ..config import ModelConfig
 from ..core.errors import ConfigError, ModelError
 from .arch import arch_from_config
@@ -29,6 +30,7 @@ from .native import native_serves
 from .registry import create_half
 from .tokenizer import Tokenizer
 from .weights import (
+    CPU,
     SAFETENSORS,
     Checkpoint,
     DummySource,
@@ -70,8 +72,11 @@ class ResolvedModel:
     """How the graphs of a compiled model run."""
 
 
-def resolve_model(config: ModelConfig, progress: Progress | None = None) -> ResolvedModel:
+def resolve_model(
+    config: ModelConfig, progress: Progress | None = None, device: str = "cpu"
+) -> ResolvedModel:
     """Finds, fetches and converts what ``config`` names; ``progress`` hears of what takes long.
+    ``device``: where it will compute, cpu or cuda, which decides what type auto is.
 
     ``ModelError`` for what is unknown, missing, damaged or not supported; ``ConfigError`` for a
     length that the model does not have.
@@ -81,7 +86,7 @@ def resolve_model(config: ModelConfig, progress: Progress | None = None) -> Reso
     if is_compiled(folder):
         return _resolve_compiled(config, folder)
     arch = _native_arch(config, folder)
-    dtype = _dtype(config, arch)
+    dtype = _dtype(config, arch, device)
     if arch is None:
         return _resolve_compiled(config, _compile(config, folder, load_format, dtype, progress))
     if config.lowering != "eager":
@@ -144,7 +149,8 @@ def source_of(config: ModelConfig, progress: Progress) -> dict[str, Any]:
     folder, load_format = _locate(config, progress)
     if is_compiled(folder):
         raise ModelError(f"{folder} is compiled already: give the folder of the model itself")
-    dtype = _native_dtype() if config.dtype == "auto" else config.dtype
+    device = "cuda" if gpus()[0] else "cpu"
+    dtype = _native_dtype(device) if config.dtype == "auto" else config.dtype
     return _source_fields(config, folder, load_format, dtype)
 
 
@@ -199,20 +205,20 @@ def _refuse_stale(folder: Path, manifest: Manifest) -> None:
         raise ModelError(f"{folder}: stale: {source} has changed since: compile the model again")
 
 
-def load_half(model: ResolvedModel, seed: int = 0) -> DenseHalf:
-    """The dense half with its weights in memory; ``seed`` is that of random ones."""
+def load_half(model: ResolvedModel, seed: int = 0, device: torch.device = CPU) -> DenseHalf:
+    """The dense half with its weights on ``device``; ``seed`` is that of random ones."""
     if model.load_format == "compiled":
         with torch.inference_mode():
-            return CompiledHalf(model.path, model.lowering)
-    checkpoint = _checkpoint(model, seed)
+            return CompiledHalf(model.path, model.lowering, device)
+    checkpoint = _checkpoint(model, seed, device)
     with torch.inference_mode():
         return create_half(model.arch, checkpoint, model.max_model_len)
 
 
-def _dtype(config: ModelConfig, arch: ModelArch | None) -> str:
+def _dtype(config: ModelConfig, arch: ModelArch | None, device: str) -> str:
     """``ConfigError`` where it does not go with the quantisation; ``arch`` None: a compiled one."""
     if config.quantization is None:
-        return _native_dtype() if config.dtype == "auto" else config.dtype
+        return _native_dtype(device) if config.dtype == "auto" else config.dtype
     if config.dtype not in ("auto", "bfloat16"):
         raise ConfigError(
             f"model.quantization {config.quantization} needs model.dtype bfloat16, "
@@ -230,12 +236,13 @@ def _not_quantized(config: ModelConfig) -> ConfigError:
     )
 
 
-def _checkpoint(model: ResolvedModel, seed: int) -> Checkpoint:
+def _checkpoint(model: ResolvedModel, seed: int, device: torch.device) -> Checkpoint:
     dtype = getattr(torch, model.dtype)
-    if model.quantization and not native_serves(dtype, torch.device("cpu")):
+    if model.quantization and not native_serves(dtype, device):
         raise ModelError(f"model.quantization {model.quantization} needs a CPU with AVX2")
     if model.quantization != "gguf":
-        return Checkpoint(_source(model, seed), dtype, int8=model.quantization == "int8")
+        int8 = model.quantization == "int8"
+        return Checkpoint(_source(model, seed, device), dtype, int8, device)
     from .gguf_codes import GGUFCheckpoint
     from .gguf_file import GGUFFile
 
@@ -288,9 +295,9 @@ def _stored_format(folder: Path, wanted: str) -> str:
     return "pt"
 
 
-def _source(model: ResolvedModel, seed: int) -> WeightSource:
+def _source(model: ResolvedModel, seed: int, device: torch.device) -> WeightSource:
     if model.load_format == "dummy":
-        return DummySource(seed)
+        return DummySource(seed, device)
     if model.load_format == "converted":
         name = dtype_file(model.path, getattr(torch, model.dtype))
         if not is_whole(model.path, [name]):
@@ -318,10 +325,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 @functools.lru_cache
-def _native_dtype() -> str:
-    """bfloat16 where the processor multiplies it natively, else float32."""
-    if torch.cuda.is_available():
-        return "bfloat16" if torch.cuda.get_device_capability()[0] >= 8 else "float32"
+def _native_dtype(device: str) -> str:
+    """bfloat16 on GPUs and where the processor multiplies it natively, else float32."""
+    if device != "cpu":
+        return "bfloat16"  # every GPU that is served multiplies it
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -21,10 +21,15 @@ from ..core.errors import ModelError
 from .linear import Linear, make_linear
 
 Shape = tuple[int, ...]
+CPU = torch.device("cpu")
 
 SAFETENSORS = "model.safetensors"
 PICKLED = "pytorch_model.bin"
 _AGAIN = "download or convert the model again"
+_SUM_DEVIATION = (4 * (256**2 - 1) / 12) ** 0.5
+"""Of the sum of four bytes."""
+_DRAWN = {True: 1 << 17, False: 1 << 26}
+"""Elements drawn at a time: on a CPU as many as its cache holds, else as many as fit beside."""
 
 
 class WeightSource(ABC):
@@ -48,15 +53,24 @@ class WeightSource(ABC):
 class Checkpoint:
     """A source's tensors, checked and in ``dtype``: what a dense half is made of."""
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype, int8: bool = False) -> None:
-        """``int8``: matrices are to be quantised by whoever packs them."""
+    def __init__(
+        self,
+        source: WeightSource,
+        dtype: torch.dtype,
+        int8: bool = False,
+        device: torch.device = CPU,
+    ) -> None:
+        """``int8``: matrices are to be quantised by whoever packs them; ``device``: where tensors
+        are wanted."""
         self.source = source
         self.dtype = dtype
         self.int8 = int8
+        self.device = device
 
     def get(self, name: str, shape: Shape) -> torch.Tensor:
         """The tensor ``name``; ``ModelError`` if it is missing or not of ``shape``."""
-        return self._read(name, shape).to(self.dtype)
+        # Moved first: a device casts faster, and what files hold is seldom the wider type.
+        return self._read(name, shape).to(self.device).to(self.dtype)
 
     def linear(
         self, parts: Sequence[tuple[str, int]], inputs: int, bias: bool, packed: bool = True
@@ -79,7 +93,7 @@ class Checkpoint:
     def _stack(self, parts: list[tuple[str, Shape]]) -> torch.Tensor:
         """The tensors one below the other, cast as they are copied."""
         rows = sum(shape[0] for _, shape in parts)
-        out = torch.empty((rows, *parts[0][1][1:]), dtype=self.dtype)
+        out = torch.empty((rows, *parts[0][1][1:]), dtype=self.dtype, device=self.device)
         at = 0
         for name, shape in parts:
             out[at : at + shape[0]] = self._read(name, shape)
@@ -172,26 +186,58 @@ class PickledSource(WeightSource):
 
 
 class DummySource(WeightSource):
-    """Random weights of any name and shape, the same for the same seed.
+    """Random weights of any name and shape, made on ``device``: the same bits for the same seed on
+    every device, so that nodes on different ones have one model.
 
     Matrices have variance 1 / inputs, so that the hidden rows and the logits stay of order one;
     norms are one, biases small.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: torch.device = CPU) -> None:
         self.where = f"random weights of seed {seed}"
         self._seed = seed
+        self._device = device
 
     def has(self, name: str) -> bool:
         return True
 
     def load(self, name: str, shape: Shape) -> torch.Tensor:
         if "norm" in name and name.endswith(".weight"):
-            return torch.ones(shape)
+            return torch.ones(shape, device=self._device)
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        key = int.from_bytes(digest[:4], "little", signed=True)
+        salt = int.from_bytes(digest[4:8], "little", signed=True)
         scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.02
-        return torch.randn(shape, generator=generator).mul_(scale)
+        return _draw((key, salt), shape, scale, self._device)
+
+
+def _draw(key: tuple[int, int], shape: Shape, scale: float, device: torch.device) -> torch.Tensor:
+    """float32 of about a normal distribution with that deviation: the sum of the four bytes of
+    each element's hash. Integers up to the one product, so every device has the same bits."""
+    out = torch.empty(shape, device=device)
+    flat, size = out.view(-1), _DRAWN[device.type == "cpu"]
+    for at in range(0, out.numel(), size):
+        part = flat[at : at + size]
+        x = torch.arange(at, at + part.numel(), dtype=torch.int32, device=device)
+        _hash(x, key)
+        pairs = (x & 0x00FF00FF).add_((x >> 8).bitwise_and_(0x00FF00FF))
+        sums = (pairs & 0xFFFF).add_(pairs.bitwise_right_shift_(16))
+        torch.mul(sums.sub_(510), _float32(scale / _SUM_DEVIATION), out=part)
+    return out
+
+
+def _hash(x: torch.Tensor, key: tuple[int, int]) -> None:
+    """In place, of int32: Wellons' lowbias32, whose shifts are of unsigned numbers. The key enters
+    twice: once alone, tensors would be windows of one sequence."""
+    x.add_(key[0])
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D).bitwise_xor_(key[1])
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - (1 << 32))
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+def _float32(value: float) -> float:
+    """Rounded, so that no device multiplies by more digits than another."""
+    return float(torch.tensor(value, dtype=torch.float32))
 
 
 def open_weights(folder: Path, load_format: str) -> WeightSource:

@@ -41,12 +41,16 @@ from ..wire.messages import (
 from ..wire.notices import MAX_LAYERS
 from .config import PREFILL, NodeConfig
 from .gate import Gate, OpenGate
+from .gpu import NodeDevice
 from .grammars import GrammarWorker
+from .stored import stored_dtype
 
 log = logging.getLogger(__name__)
 WIRE_VERSION = "1"
 POLL_SECONDS = 0.5
 """How long a poll may wait; only bounds how soon ``stop`` from another thread is seen."""
+HOST_POOL_GIB = 1.0
+"""Budget of a pool on a CPU where none is configured."""
 MEND_SECONDS = 2.0
 """How long connecting anew may keep a node from its work."""
 
@@ -62,10 +66,10 @@ class Node(ABC):
     ) -> None:
         torch.set_num_threads(config.threads)
         self.config = config
+        self.device = NodeDevice(config.device)
         self.model = model
         self.gate = gate
-        stored = config.cache.kv_cache_dtype
-        self.specs = kv_specs(model.arch, model.dtype if stored == "auto" else stored)
+        self.specs = kv_specs(model.arch, stored_dtype(config, model.dtype))
         if len(self.specs) >= MAX_LAYERS:
             raise ConfigError(
                 f"{model.name} has {len(self.specs)} layers; at most {MAX_LAYERS - 1}"
@@ -115,7 +119,7 @@ class Node(ABC):
             peer=self.peer_info(),
             pid=os.getpid(),
             host=socket.gethostname(),
-            device="cpu",
+            device=config.device,
             transport=self.endpoint.capabilities.name,
             threads=config.threads,
             kv_blocks=layout.num_blocks if layout else 0,
@@ -205,7 +209,7 @@ class Node(ABC):
     def run(self) -> None:
         torch.set_num_threads(self.config.threads)
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self.device.computing():
                 while not self._stopped.is_set():
                     self.step(POLL_SECONDS)
         finally:
@@ -286,6 +290,7 @@ class Node(ABC):
             self.report_lost(plan, [problem], cut)
             return
         name = self.config.name
+        problem = self.device.explained(problem)
         log.error("%s: step %d failed: %s", name, plan.step, problem, exc_info=problem)
         self.report(StepFailed(name, plan.lane, plan.step, describe(problem), [], list(cut)))
 
@@ -300,12 +305,16 @@ class Node(ABC):
 
     # -- shared by nodes with a pool
 
+    def pool_budget(self) -> float:
+        """Bytes that the pool may take."""
+        return (self.config.cache.memory_gib or HOST_POOL_GIB) * 2**30
+
     def make_layout(self) -> PoolLayout:
         """The pool that the cache's configuration asks for: never larger than can be used."""
         cache = self.config.cache
         count = cache.num_blocks
         if count is None:
-            budget = cache.memory_gib * 2**30
+            budget = self.pool_budget()
             count = blocks_in_budget(self.specs, cache.block_size, budget)
             longest = blocks_for(self.model.max_model_len, cache.block_size)
             count = min(count, 2 * self.config.max_rows * longest)

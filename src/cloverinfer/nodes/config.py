@@ -39,3 +39,13 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """See ``ClusterConfig``."""
     batch_invariant: bool = False
     """See ``ClusterConfig``."""
+    device: str = "cpu"
+    """Where the node computes and its pool is: cpu, or cuda:N."""
+    device_nodes: int = 1
+    """Nodes of the cluster on that device, which share its memory."""
+    max_tokens: int | None = None
+    """Most tokens of a step; None: as many as a request may have."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"

@@ -71,7 +71,8 @@ class DecodeDenseNode(Node):
         self, config: NodeConfig, model: ResolvedModel, endpoint: Endpoint, gate: Gate | OpenGate
     ) -> None:
         super().__init__(config, model, endpoint, gate)
-        self.half = load_half(model, config.model.seed)
+        with self.device.taking_memory("the weights"):
+            self.half = load_half(model, config.model.seed, self.device.torch)
         self.rows = RowTable(
             config.cache.block_size, local_attention=False, grammars=grammars_of(model)
         )

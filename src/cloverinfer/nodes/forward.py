@@ -15,6 +15,7 @@ from ..models.logprobs import token_logprobs
 from ..models.sampling import NO_TOKEN, sample
 from ..models.shaping import shape
 from ..wire.messages import StepDone, StepPlan, StepStats
+from .batch_copy import BatchCopier
 from .gate import Gate, OpenGate
 from .layer_loop import OwnLoop
 from .rows import Batch
@@ -156,11 +157,15 @@ class LocalForward:
         self._backend = backend
         self._gate = gate
         self._loop = OwnLoop.of(half, backend, gate) if layer_loop == "auto" else None
+        self._copier = BatchCopier(half.device) if half.device.type == "cuda" else None
 
     def run(
         self, batch: Batch, stats: StepStats, on_layer: Callable[[int], None] | None = None
     ) -> Sampled:
-        """What was sampled; adds the time of each part to ``stats``."""
+        """What was sampled; adds the time of each part to ``stats`` (on a GPU the time to launch
+        it, but for sampling, which waits for all of the step)."""
+        if self._copier is not None:
+            batch = self._copier.move(batch)
         if self._loop is not None and on_layer is None and self._loop.serves(batch):
             attn_out, carry = self._loop.run(batch, stats)
         else:

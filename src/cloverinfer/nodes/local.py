@@ -17,6 +17,7 @@ from .base import Node
 from .config import NodeConfig
 from .forward import LocalForward, Sampled, step_done
 from .gate import Gate, OpenGate
+from .gpu_pool import gpu_pool_budget, largest_step_bytes
 from .inlet import Inlet, layout_name_of
 from .rows import Batch, RowTable
 
@@ -26,7 +27,8 @@ log = logging.getLogger(__name__)
 def make_backend(
     config: NodeConfig, layout: PoolLayout, num_heads: int, region: Region | None
 ) -> AttentionBackend:
-    """The backend with its pool, in ``region`` where peers write to it."""
+    """The backend with its pool, in ``region`` where peers write to it; else in memory of its own,
+    on the device on which this thread computes."""
     name = config.attention_backend
     name = auto_backend("cpu") if name == "auto" else name
     if config.batch_invariant and name != "cuda":
@@ -43,17 +45,32 @@ class LocalNode(Node):
         self, config: NodeConfig, model: ResolvedModel, endpoint: Endpoint, gate: Gate | OpenGate
     ) -> None:
         super().__init__(config, model, endpoint, gate)
+        # Weights first: a pool on a GPU gets what they leave.
+        before = self.device.allocated()
+        with self.device.taking_memory("the weights"):
+            self.half = load_half(model, config.model.seed, self.device.torch)
+        self._weights = self.device.allocated() - before
         self.layout = self.make_layout()
-        self.pool = self.endpoint.register(self.layout.total_bytes)
-        self.backend = make_backend(config, self.layout, model.arch.num_heads, self.pool)
-        self.half = load_half(model, config.model.seed)
+        self.pool: Region | None = None
+        """None where peers do not write to it."""
+        if not self.device.on_gpu:
+            self.pool = self.endpoint.register(self.layout.total_bytes)
+        with self.device.taking_memory(f"a KV pool of {self.layout.total_bytes / 2**30:.2f} GiB"):
+            self.backend = make_backend(config, self.layout, model.arch.num_heads, self.pool)
         self.rows = RowTable(
             config.cache.block_size, local_attention=True, grammars=grammars_of(model)
         )
         self.forward = LocalForward(self.half, self.backend, gate, config.layer_loop)
 
+    def pool_budget(self) -> float:
+        if not self.device.on_gpu or self.config.cache.memory_gib is not None:
+            return super().pool_budget()
+        device, config = self.device, self.config
+        step = largest_step_bytes(device, config, self.model, self.half, self.specs)
+        return gpu_pool_budget(device, config, self.specs, self._weights, step)
+
     def regions(self) -> dict[str, RegionRef]:
-        return {"kv": self.pool.ref}
+        return {} if self.pool is None else {"kv": self.pool.ref}
 
     def pool_layout(self) -> PoolLayout:
         return self.layout
@@ -68,8 +85,10 @@ class LocalNode(Node):
         """Others come to this node; it has nobody to go to."""
 
     def close(self) -> None:
-        self.backend.close()
-        super().close()
+        try:
+            self.backend.close()
+        finally:
+            super().close()
 
     def on_notice(self, peer: Peer, notice: int) -> None:
         log.warning("%s: dropped a notice from %s", self.config.name, peer.address)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..config.cluster import ClusterConfig, ModelConfig
+from ..attention import gpus
+from ..config.cluster import CacheConfig, ClusterConfig, ModelConfig
 from ..core.errors import ModelError, NodeStartError, TransportError
 from ..models import ResolvedModel, Tokenizer, load_tokenizer, resolve_model
 from ..nodes.config import PREFILL
@@ -18,6 +19,7 @@ from ..transport import Endpoint, Peer, create_endpoint
 from ..transport.choice import Choice
 from ..transport.shm import remove_leftovers
 from ..wire.messages import Meet, Message, Met, NodeInfo, Shutdown, decode, encode
+from .devices import device_hint, is_gpu, node_devices, with_dtype
 from .executors import Executor, OnDeath, create_executor
 from .layout import choose_transport, node_configs, node_names, with_secret
 from .placement import Placement, network_at
@@ -35,7 +37,8 @@ class Cluster:
         self.config = with_secret(cluster)
         self.choice = Choice("")
         """Which transport connects the nodes, and why not those before it."""
-        self.model: ResolvedModel = resolve_model(model, progress)
+        self._device = device_hint(cluster, model, gpus()[0])
+        self.model: ResolvedModel = resolve_model(model, progress, self._device)
         self.tokenizer: Tokenizer | None = self._load_tokenizer()
         self.infos: list[NodeInfo] = []
         self._executor: Executor = create_executor(cluster.executor)
@@ -76,6 +79,7 @@ class Cluster:
         deadline = time.monotonic() + self.config.start_timeout
         remove_leftovers()  # of engines that were killed
         placement = self._place(progress)
+        model = self._settled(model, placement, progress)
         configs = node_configs(self.config, model, placement)
         network = network_at(self.config.network, placement.scheduler)
         timeout = max(0.0, round(deadline - time.monotonic(), 1))
@@ -91,7 +95,8 @@ class Cluster:
         if self.max_model_len < self.model.max_model_len:
             progress(
                 f"the context is limited to {self.max_model_len} of {self.model.max_model_len} "
-                "tokens by the KV pools (cache.memory_gib, cache.num_blocks)"
+                "tokens by the KV pools (cache.memory_gib, cache.gpu_memory_utilization, "
+                "cache.num_blocks)"
             )
 
     def _place(self, progress: Callable[[str], None]) -> Placement:
@@ -101,6 +106,19 @@ class Cluster:
         self.choice = choose_transport(self.config, placement)
         self.config = msgspec.structs.replace(self.config, transport=self.choice.transport)
         return placement
+
+    def _settled(
+        self, model: ModelConfig, placement: Placement, progress: Callable[[str], None]
+    ) -> ModelConfig:
+        """``model`` as the nodes are told it: of one type on whatever devices they are."""
+        devices = node_devices(self.config, model, node_names(self.config), placement)
+        device = "cuda" if any(map(is_gpu, devices.values())) else "cpu"
+        share = self.config.cache.gpu_memory_utilization
+        if device == "cpu" and share != CacheConfig().gpu_memory_utilization:
+            progress("note: cache.gpu_memory_utilization changes nothing: no node is on a GPU")
+        if device != self._device:  # other hosts have other devices than this one
+            self.model = resolve_model(model, progress, device)
+        return with_dtype(model, self.model.dtype, devices)
 
     def _await_met(self, deadline: float) -> None:
         missing = set(self._peers)

@@ -11,6 +11,7 @@ from ..core.errors import ConfigError
 from ..nodes import config as roles
 from ..nodes.config import NodeConfig
 from ..transport.choice import Choice, Offer, choose_for_all, reason_against
+from .devices import backend_at, is_gpu, node_devices, nodes_on
 from .placement import Placement, network_at
 
 
@@ -86,6 +87,8 @@ def node_configs(
     assert cluster.transport != "auto", "choose a transport first"
     names = node_names(cluster)
     places = placement.nodes
+    devices = node_devices(cluster, model, names, placement)
+    limits = cluster.scheduler
     return [
         NodeConfig(
             name=name,
@@ -94,12 +97,15 @@ def node_configs(
             cache=_cache_of(role, cluster.cache),
             transport=cluster.transport,
             network=network_at(cluster.network, places[name]),
-            attention_backend=cluster.attention_backend,
+            attention_backend=backend_at(cluster, devices[name]),
             layer_loop=cluster.layer_loop,
             batch_invariant=cluster.batch_invariant,
             threads=cluster.threads or places[name].cores,
-            lanes=cluster.scheduler.num_wavefronts,
-            max_rows=cluster.scheduler.max_num_seqs,
+            lanes=limits.num_wavefronts,
+            max_rows=limits.max_num_seqs,
+            max_tokens=limits.max_num_batched_tokens if limits.enable_chunked_prefill else None,
+            device=devices[name],
+            device_nodes=nodes_on(devices, name, placement) if is_gpu(devices[name]) else 1,
             dense_nodes=names.get(roles.DENSE, ()),
             attention_nodes=names.get(roles.ATTENTION, ()),
         )

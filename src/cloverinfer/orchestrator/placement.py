@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from ..attention import gpus
 from ..config.network import NetworkConfig
 from ..core.errors import ConfigError
 from ..transport.choice import Offer, offer
@@ -21,6 +22,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def here(name: str, process: str | None, address: str = "") -> Place:
+    """The place on this host of an end called ``name``; ``process``: see ``offer``."""
+    return Place(offer(name, process), usable_cores(), address, *gpus())
+
+
 class Place(msgspec.Struct, frozen=True):
     """Of one node, or of the scheduler."""
 
@@ -28,6 +34,10 @@ class Place(msgspec.Struct, frozen=True):
     cores: int
     address: str = ""
     """Of its host, as other hosts reach it; empty where all are on one host."""
+    gpus: int = 0
+    """GPUs that it can compute on."""
+    no_gpu: str = ""
+    """Why there are none."""
 
     def sees(self, other: Place) -> bool:
         """Both see the same processes and shared memory."""
@@ -43,9 +53,8 @@ class Placement(msgspec.Struct, frozen=True):
 
 def on_this_host(names: Iterable[str], one_process: bool = False) -> Placement:
     """All nodes beside this process, or in it."""
-    cores = usable_cores()
-    places = {name: Place(offer(name, None if one_process else name), cores) for name in names}
-    return Placement(Place(offer("scheduler"), cores), places)
+    places = {name: here(name, None if one_process else name) for name in names}
+    return Placement(Place(offer("scheduler"), usable_cores()), places)
 
 
 def network_at(network: NetworkConfig, place: Place) -> NetworkConfig:

@@ -38,12 +38,13 @@ class LocalExecutor(Executor):
     def start(
         self, configs: Sequence[NodeConfig], timeout: float, on_death: OnDeath, progress: Progress
     ) -> list[NodeInfo]:
-        gate = Gate() if len(configs) > 1 else OpenGate()
+        on_cores = sum(not config.on_gpu for config in configs)
+        gate = Gate() if on_cores > 1 else OpenGate()
         reports: queue.SimpleQueue[tuple[str, NodeInfo | str]] = queue.SimpleQueue()
         for config in configs:
             thread = threading.Thread(
                 target=self._run,
-                args=(config, gate, reports, on_death),
+                args=(config, OpenGate() if config.on_gpu else gate, reports, on_death),
                 name=config.name,
                 daemon=True,
             )

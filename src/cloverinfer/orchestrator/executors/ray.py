@@ -27,12 +27,18 @@ from ...nodes.config import NodeConfig
 from ...transport.choice import offer
 from ...transport.shm import lives, remove_leftovers
 from ...wire.messages import NodeInfo
-from ..placement import Place, Placement, usable_cores
+from ..placement import Place, Placement, here, usable_cores
 from ._ray_hosts import RayHosts, own_address
 from .base import STOP_SECONDS, Executor, OnDeath, Progress
 from .process import SPIN_COUNT
 
 log = logging.getLogger(__name__)
+_ALL_GPUS = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+}
+"""Actors that ask Ray for no GPU see those of their host all the same: the layout shares them out.
+Versions of Ray differ in which one they read."""
 _PLACE_SECONDS = 120.0
 """How long Ray may take to start a process on every host."""
 
@@ -46,7 +52,7 @@ class NodeActor:
 
     def place(self, name: str) -> tuple[bytes, str, int]:
         """Where this actor is: for the transports, and as Ray's node and process there."""
-        place = Place(offer(name, name), usable_cores(), own_address())
+        place = here(name, name, own_address())
         host = ray.get_runtime_context().get_node_id()
         return msgspec.msgpack.encode(place), host, os.getpid()
 
@@ -87,7 +93,7 @@ class RayExecutor(Executor):
     ) -> Placement:
         self._hosts.connect(progress)
         for name, options in self._hosts.reserve(names, room_timeout, progress).items():
-            env = {"env_vars": {"GOMP_SPINCOUNT": SPIN_COUNT}}
+            env = {"env_vars": {"GOMP_SPINCOUNT": SPIN_COUNT, **_ALL_GPUS}}
             self._actors[name] = NodeActor.options(**options, runtime_env=env).remote()
         asked = {actor.place.remote(name).future(): name for name, actor in self._actors.items()}
         deadline = time.monotonic() + _PLACE_SECONDS
