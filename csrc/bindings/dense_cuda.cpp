@@ -148,6 +148,27 @@ void rotate(const Dense& self, int64_t stream, int dtype, int tokens, int heads,
   self.rotate(params, stream_of(stream));
 }
 
+void sample(const Dense& self, int64_t stream, int dtype, int rows, int columns, int64_t logits,
+            int64_t stride, int64_t temperature, int64_t top_k, int64_t top_p, int64_t min_p,
+            int64_t uniform, int64_t out) {
+  check_sizes(rows, columns);
+  check_stride(stride, columns, "logits");
+  cuda::SampleParams params = {};
+  params.dtype = dtype_of(dtype);
+  params.rows = rows;
+  params.columns = columns;
+  params.logits = rows_at(logits, params.dtype, "logits");
+  params.stride = stride;
+  params.temperature = at_address<double>(temperature, "temperature");
+  params.top_k = at_address<int64_t>(top_k, "top_k");
+  params.top_p = at_address<double>(top_p, "top_p");
+  params.min_p = at_address<double>(min_p, "min_p");
+  params.uniform = at_address<double>(uniform, "uniform");
+  params.out = at_address<int64_t>(out, "out");
+  py::gil_scoped_release release;
+  self.sample(params, stream_of(stream));
+}
+
 }  // namespace
 
 void bind_dense_cuda(py::module_& m) {
@@ -157,7 +178,8 @@ void bind_dense_cuda(py::module_& m) {
       .def("add_norm", &add_norm)
       .def("embed_norm", &embed_norm)
       .def("gate", &gate)
-      .def("rotate", &rotate);
+      .def("rotate", &rotate)
+      .def("sample", &sample);
 }
 
 }  // namespace clover

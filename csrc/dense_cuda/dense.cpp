@@ -18,6 +18,8 @@ Dense::Dense(int device) : device_(device) {
   target_.early = hopper;
   target_.cluster_blocks = hopper ? kPortableCluster : 1;
   target_.shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  const DeviceGuard guard(device);
+  check(prepare_sample(target_), "preparing to sample");
 }
 
 void Dense::norm(const NormParams& params, cudaStream_t stream) const {
@@ -33,6 +35,11 @@ void Dense::gate(const GateParams& params, cudaStream_t stream) const {
 void Dense::rotate(const RotateParams& params, cudaStream_t stream) const {
   const DeviceGuard guard(device_);
   check(cuda::rotate(params, target_.on(stream)), "rotating");
+}
+
+void Dense::sample(const SampleParams& params, cudaStream_t stream) const {
+  const DeviceGuard guard(device_);
+  check(cuda::sample(params, target_.on(stream)), "sampling");
 }
 
 }  // namespace clover::cuda

@@ -89,4 +89,26 @@ struct RotateParams {
 
 cudaError_t rotate(const RotateParams& params, const Target& target);
 
+// A token of each row, as models/sampling.py draws it: the largest, the lowest first, where the
+// temperature is not above 0; else by the inverse of the cumulative weights in order of the
+// vocabulary, of what top_k, min_p and top_p keep. -1 where the largest is no finite number.
+struct SampleParams {
+  const void* logits;  // [rows, columns]
+  int64_t stride;
+  const double* temperature;  // [rows], as all below
+  const int64_t* top_k;       // 0, or the number of columns and more: all
+  const double* top_p;        // 1 and more: all
+  const double* min_p;        // 0: all
+  const double* uniform;      // from 0 to below 1
+  int64_t* out;
+  int rows;
+  int columns;
+  DType dtype;
+};
+
+cudaError_t sample(const SampleParams& params, const Target& target);
+
+// Once per device, before the first.
+cudaError_t prepare_sample(const Target& target);
+
 }  // namespace clover::cuda

@@ -301,6 +301,24 @@ class CudaDense:
     ) -> None:
         """``table``: addresses of cos and sin, and their rows. ``norm``: 0 for none."""
 
+    def sample(
+        self,
+        stream: int,
+        dtype: int,
+        rows: int,
+        columns: int,
+        logits: int,
+        logits_stride: int,
+        temperature: int,
+        top_k: int,
+        top_p: int,
+        min_p: int,
+        uniform: int,
+        out: int,
+        /,
+    ) -> None:
+        """``top_k`` int64 and its like float64, a number for each row."""
+
 # --- the dense half on the CPU (csrc/bindings/dense_cpu.cpp) ---
 
 def dense_isas() -> list[str]:
