@@ -122,7 +122,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, parts: list[st
         ("CLOVER_CLUSTRE_TOPOLOGY", "pd", "did you mean cluster?"),
         ("CLOVER_SERVER_PORT", "http", "must be an integer, not 'http'"),
         ("CLOVER_CACHE_ENABLE_PREFIX_CACHING", "2", "must be true or false, not '2'"),
-        ("CLOVER_CACHE_MEMORY_GIB", "nan", "must be a number, not nan"),
+        ("CLOVER_CACHE_MEMORY_GIB", "nan", "must be a number or none, not nan"),
         ("CLOVER_SERVER_PORT", "70000", "must be an integer from 0 to 65535, not 70000"),
     ],
 )
