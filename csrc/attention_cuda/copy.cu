@@ -44,6 +44,7 @@ __global__ void __launch_bounds__(kThreads)
     append_kernel(const __grid_constant__ AppendParams params) {
   const PoolView& pool = params.pool;
   const int64_t slot = params.slots[blockIdx.x];
+  if (slot == kNoSlot) return;
   if (slot < 0 || slot >= int64_t{pool.block_size} * pool.num_blocks) {
     if (threadIdx.x == 0) *params.bad = kBadSlot;
     return;

@@ -24,6 +24,8 @@ Kernel float8_kernel(int dim, int eights);
 // The plain kernel: any type, head size and block size.
 cudaError_t attend_plain(const AttendParams& params, cudaStream_t stream);
 
+constexpr int64_t kNoSlot = -1;  // of tokens that are not stored: they only fill up a call
+
 struct AppendParams {
   PoolView pool;
   const void* k;  // [tokens, kv_heads, k_dim], contiguous within a token

@@ -506,7 +506,10 @@ def test_what_is_outside_the_pool_is_an_error_of_the_next_call(name: str) -> Non
     backend = opened(name, case.layout, 4)
     case.fill(backend)
     o, _ = case.attend(backend)
-    for slot in (-1, case.num_blocks * 16):
+    backend.append(0, case.k_tnd[:1], case.v_tne[:1], case.slots[:1] * 0 - 1)  # goes nowhere
+    torch.cuda.synchronize()
+    assert torch.equal(case.attend(backend)[0], o)
+    for slot in (-2, case.num_blocks * 16):
         backend.append(0, case.k_tnd[:1], case.v_tne[:1], case.slots[:1] * 0 + slot)
         torch.cuda.synchronize()
         with pytest.raises(ValueError, match="slot outside"):

@@ -48,6 +48,10 @@ class NativeAttention:
     """Most query tokens of a row."""
 
 
+HostRows = tuple[torch.Tensor, torch.Tensor]
+"""``query_starts`` and ``lengths`` in the host's memory."""
+
+
 class AttentionBackend(ABC):
     """Lifetime: ``allocate`` once, then any number of calls from one thread, then ``close``.
 
@@ -98,6 +102,14 @@ class AttentionBackend(ABC):
         Returns ``o_the`` in q's type and ``lse_th`` float32, the log of the softmax's
         denominator (with sinks counted), by which partial results merge.
         """
+
+    def plan(self, rows: HostRows, lengths_r: torch.Tensor | None) -> None:
+        """Before a step's layers, by a caller whose tensors are on a device: the rows as the host
+        knows them, so that no ``attend`` with the same ``lengths_r`` waits to read them. None:
+        the step is a captured graph, which makes no calls. A backend that finds out late
+        (``Capabilities.checks_late``) raises ``ValueError`` here for what earlier steps named.
+        """
+        del rows, lengths_r  # a backend of the host has nothing to prepare
 
     @abstractmethod
     def export_blocks(self, blocks: list[int]) -> torch.Tensor:

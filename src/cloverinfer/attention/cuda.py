@@ -4,8 +4,9 @@ torch only owns the tensors here; kernels get addresses, on torch's current stre
 lengths, block tables and slots on the device, so one that holds no fresh prompt can be captured in
 a CUDA graph, whose shapes then stay. Rows of length 0 are left out: their output is not written.
 
-Indices are checked where they are used. One outside the pool is not followed (a slot is not
-written, a block counts as hidden), and the next call raises ``ValueError`` for it.
+A token of slot -1 is not stored. Other indices are checked where they are used: one outside the
+pool is not followed (a slot is not written, a block counts as hidden), and the next call raises
+``ValueError`` for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from .. import _native
 from ..core.errors import ConfigError
 from ..kvcache.layout import KVSpec, PoolLayout
 from ..transport.base import DeviceMemory
-from .base import AttentionBackend, Capabilities
+from ._cuda_prompts import PROMPT_LEAST, Planned, Prompts, plan_prompts, sdpa, sdpa_serves
+from .base import AttentionBackend, Capabilities, HostRows
 from .pool import ALL_FEATURES, DTYPES, check_blocks, check_import, check_layout, check_tokens
 from .rows import merge_sinks
 
@@ -29,8 +31,6 @@ _WIDE = (torch.bfloat16, torch.float16)
 """What layers of float8 take and give."""
 ALIGNMENT = 256
 """Bytes of the pool's address."""
-PROMPT_LEAST = 256
-"""Fresh prompts of fewer tokens are left to our kernel."""
 _BAD = {1: "a block table named a block", 2: "an append named a slot"}
 
 
@@ -63,6 +63,11 @@ class CudaAttention(AttentionBackend):
         self._native: _native.CudaAttentionPool | None = None
         self._layers: list[_Layer] = []
         self._heads = 0
+        self._plans: torch.Tensor | None = None
+        """Lengths of the rows that ``_planned`` is of."""
+        self._planned: Planned | None = None
+        self._appended: tuple[int, torch.Tensor, torch.Tensor] | None = None
+        """Layer, keys and values of the last call, where a plan has use for them."""
 
     def allocate(
         self, layout: PoolLayout, num_heads: int, buffer: memoryview | DeviceMemory | None = None
@@ -111,6 +116,8 @@ class CudaAttention(AttentionBackend):
             slots_t.data_ptr(),
             tokens,
         )
+        if self._planned is not None:
+            self._appended = layer, k_tnd, v_tne
 
     def attend(
         self,
@@ -121,25 +128,23 @@ class CudaAttention(AttentionBackend):
         lengths_r: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._open()
-        of, tokens, rows = self._layers[layer], q_thd.shape[0], lengths_r.shape[0]
+        of, tokens = self._layers[layer], q_thd.shape[0]
         dtype = q_thd.dtype if q_thd.dtype in of.taken else of.taken[0]
         check_tokens("q", q_thd, (tokens, self._heads, of.spec.k_dim), dtype)
         self._check_rows(query_starts, block_tables_rb, lengths_r)
         self._check_devices(q=q_thd)
         o_the = torch.empty((tokens, self._heads, of.spec.v_dim), dtype=dtype, device=self._device)
         lse_th = torch.empty((tokens, self._heads), device=self._device)
-        prompts = self._fresh_prompts(of, tokens, query_starts, lengths_r)
-        if prompts:
-            lengths_r = lengths_r.clone()
-            lengths_r[torch.tensor([row for row, _, _ in prompts], device=self._device)] = 0
-        if len(prompts) < rows:
-            self._attend_paged(
-                layer, q_thd, query_starts, block_tables_rb, lengths_r, (o_the, lse_th)
-            )
-        for row, start, end in prompts:
-            o_the[start:end], lse_th[start:end] = self._attend_prompt(
-                layer, q_thd[start:end], block_tables_rb[row]
-            )
+        planned = self._prompts_of(of, q_thd, query_starts, lengths_r)
+        if planned is None:
+            rest_r, prompts = lengths_r, []
+        else:
+            rest_r, prompts = planned.rest_r, planned.prompts
+        if planned is None or not planned.all_prompts:
+            self._attend_paged(layer, q_thd, query_starts, block_tables_rb, rest_r, (o_the, lse_th))
+        for some in prompts:
+            at = slice(some.start, some.end)
+            o_the[at], lse_th[at] = self._attend_prompts(layer, some, q_thd[at], block_tables_rb)
         return o_the, lse_th
 
     def _attend_paged(
@@ -167,46 +172,77 @@ class CudaAttention(AttentionBackend):
             out[1].data_ptr(),
         )
 
-    def _fresh_prompts(
-        self, of: _Layer, tokens: int, query_starts: torch.Tensor, lengths_r: torch.Tensor
-    ) -> list[tuple[int, int, int]]:
-        """(row, start, end) of rows that are whole prompts which SDPA serves. Waits for the device
-        where the call may hold one.
-        """
-        rows = lengths_r.shape[0]
-        if tokens - rows + 1 < PROMPT_LEAST or self.batch_invariant or not _sdpa_serves(of):
-            return []
-        if torch.cuda.is_current_stream_capturing():
-            return []
-        starts, lengths = query_starts.tolist(), lengths_r.tolist()
-        return [
-            (row, starts[row], starts[row + 1])
-            for row in range(rows)
-            if lengths[row] == starts[row + 1] - starts[row] >= PROMPT_LEAST
-        ]
+    def plan(self, rows: HostRows, lengths_r: torch.Tensor | None) -> None:
+        self._open()
+        self._planned = self._appended = None
+        self._plans = lengths_r
+        if lengths_r is not None and not self.batch_invariant:
+            self._planned = plan_prompts(rows[0].tolist(), rows[1].tolist(), lengths_r)
 
-    def _attend_prompt(
-        self, layer: int, q_thd: torch.Tensor, table_b: torch.Tensor
+    def _prompts_of(
+        self, of: _Layer, q_thd: torch.Tensor, query_starts: torch.Tensor, lengths_r: torch.Tensor
+    ) -> Planned | None:
+        """Rows that are whole prompts which SDPA serves. Waits for the device where the call may
+        hold one and nobody planned it."""
+        if self.batch_invariant or not sdpa_serves(of.spec, of.stored):
+            return None
+        if self._plans is lengths_r:
+            return self._planned
+        if q_thd.shape[0] - lengths_r.shape[0] + 1 < PROMPT_LEAST:
+            return None
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        return plan_prompts(query_starts.tolist(), lengths_r.tolist(), lengths_r)
+
+    def _attend_prompts(
+        self, layer: int, prompts: Prompts, q_thd: torch.Tensor, block_tables_rb: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        spec, length = self._layers[layer].spec, q_thd.shape[0]
-        shape = (1, spec.kv_heads, length)
-        k_1nld = torch.empty((*shape, spec.k_dim), dtype=q_thd.dtype, device=self._device)
-        v_1nle = torch.empty((*shape, spec.v_dim), dtype=q_thd.dtype, device=self._device)
-        self._open().gather(
-            layer,
-            self._stream(),
-            _CODES[q_thd.dtype],
-            table_b.data_ptr(),
-            0,
-            length,
-            k_1nld.data_ptr(),
-            v_1nle.data_ptr(),
-        )
-        scale = spec.scale * spec.k_scale  # gathered as stored, which is exact
-        o_1hte, lse_1ht = _sdpa(q_thd.transpose(0, 1)[None], k_1nld, v_1nle, scale)
+        """Of the prompts' tokens ``q_thd``."""
+        spec, shape = self._layers[layer].spec, (prompts.count, prompts.length)
+        keys_values = self._just_appended(layer, prompts, q_thd.dtype)
+        scale = spec.scale
+        if keys_values is None:
+            keys_values = self._gathered(layer, prompts, q_thd.dtype, block_tables_rb)
+            scale *= spec.k_scale  # gathered as stored, which is exact
+        q_phtd = q_thd.unflatten(0, shape).transpose(1, 2)
+        o_phte, lse_pht = sdpa(q_phtd, *keys_values, scale)
         if spec.v_scale != 1.0:
-            o_1hte = o_1hte * spec.v_scale
-        return merge_sinks(spec, o_1hte[0].transpose(0, 1), lse_1ht[0].transpose(0, 1))
+            o_phte = o_phte * spec.v_scale
+        o_the, lse_th = o_phte.transpose(1, 2).flatten(0, 1), lse_pht.mT.flatten(0, 1)
+        return merge_sinks(spec, o_the, lse_th)
+
+    def _just_appended(
+        self, layer: int, prompts: Prompts, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values of prompts that this step appended and whose numbers the pool holds as
+        they are: ``[p, n, t, d]``."""
+        if self._appended is None or self._appended[0] != layer:
+            return None
+        at, shape = slice(prompts.start, prompts.end), (prompts.count, prompts.length)
+        _, k_tnd, v_tne = self._appended
+        k, v = (x[at].unflatten(0, shape).transpose(1, 2) for x in (k_tnd, v_tne))
+        return (k, v) if k.dtype == self._layers[layer].stored == dtype else None
+
+    def _gathered(
+        self, layer: int, prompts: Prompts, dtype: torch.dtype, block_tables_rb: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the prompts ``[p, n, t, d]``, out of the pool."""
+        spec = self._layers[layer].spec
+        shape = (prompts.count, spec.kv_heads, prompts.length)
+        k_pntd = torch.empty((*shape, spec.k_dim), dtype=dtype, device=self._device)
+        v_pnte = torch.empty((*shape, spec.v_dim), dtype=dtype, device=self._device)
+        for i in range(prompts.count):
+            self._open().gather(
+                layer,
+                self._stream(),
+                _CODES[dtype],
+                block_tables_rb[prompts.row + i].data_ptr(),
+                0,
+                prompts.length,
+                k_pntd[i].data_ptr(),
+                v_pnte[i].data_ptr(),
+            )
+        return k_pntd, v_pnte
 
     def export_blocks(self, blocks: list[int]) -> torch.Tensor:
         native, layout = self._open(), self._layout
@@ -237,7 +273,7 @@ class CudaAttention(AttentionBackend):
     def close(self) -> None:
         if self._native is not None:
             torch.cuda.synchronize(self._device)  # nothing may still use the workspace
-        self._native = None
+        self._native = self._plans = self._planned = self._appended = None
         self._own = None
 
     def _take_memory(
@@ -334,26 +370,3 @@ def _add_layer(native: _native.CudaAttentionPool, spec: KVSpec, num_heads: int) 
         sinks=list(spec.sinks or ()),
         alibi_slopes=list(spec.alibi_slopes or ()),
     )
-
-
-def _sdpa_serves(of: _Layer) -> bool:
-    spec = of.spec
-    plain = spec.window is None and spec.softcap is None and spec.alibi_slopes is None
-    return plain and of.stored != torch.float32 and spec.k_dim == spec.v_dim
-
-
-def _sdpa(
-    q_1htd: torch.Tensor, k_1nld: torch.Tensor, v_1nle: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal ``o`` and ``lse [1, h, t]``: the kernels behind ``F.scaled_dot_product_attention``
-    that also give lse.
-    """
-    if torch.cuda.get_device_capability(q_1htd.device) >= (9, 0) and q_1htd.shape[3] <= 128:
-        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q_1htd, k_1nld, v_1nle, None, True, 0.0, True, scale=scale
-        )
-        return cudnn[0], cudnn[1].reshape(q_1htd.shape[:3])
-    flash = torch.ops.aten._scaled_dot_product_flash_attention(
-        q_1htd, k_1nld, v_1nle, 0.0, True, scale=scale
-    )
-    return flash[0], flash[1]

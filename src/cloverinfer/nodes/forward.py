@@ -22,9 +22,7 @@ from .rows import Batch
 
 SCORE_TOKENS = 256
 """Prompt tokens whose logits are in memory at a time, where a request asks about its prompt."""
-_NONE_LEFT = (
-    "no token can be chosen: the model's logits are not finite, or all tokens are forbidden"
-)
+NONE_LEFT = "no token can be chosen: the model's logits are not finite, or all tokens are forbidden"
 
 
 @dataclass
@@ -98,11 +96,10 @@ def sample_rows(batch: Batch, logits: torch.Tensor) -> Sampled:
     params = [row.sampling for row in batch.sampled]
     chosen_from = _shaped(batch, logits) if batch.special else logits
     tokens = [int(token) for token in sample(chosen_from, params, batch.sample_positions)]
-    errors = {i: _NONE_LEFT for i, token in enumerate(tokens) if token == NO_TOKEN}
+    errors = {i: NONE_LEFT for i, token in enumerate(tokens) if token == NO_TOKEN}
     tokens = [max(token, 0) for token in tokens]
     for row, token, position in zip(batch.sampled, tokens, batch.sample_positions, strict=True):
-        del row.tokens[position - row.start :]  # a replayed step replaces what it had sampled
-        row.tokens.append(token)
+        row.note(token, position)
     if not batch.special:
         return Sampled(tokens, errors=errors)
     told = {i: row.shaper.error for i, row in enumerate(batch.sampled) if row.shaper is not None}

@@ -1,7 +1,8 @@
 """The requests a node knows, and the tensors of a step made from a plan.
 
-Tables are numpy arrays with one row per request; a plan's rows are gathered from them, so Python
-runs once per row and step.
+Tables are numpy arrays with one row per request, its seat; a plan's rows are gathered from them, so
+Python runs once per row and step. Where the tables live on a device too, what changed in them is
+kept for whoever writes it there.
 """
 
 from __future__ import annotations
@@ -18,16 +19,33 @@ from ..models.grammar import Grammars
 from ..models.shaping import Shaper
 from ..wire.messages import AttentionJoin, Join, Push, Sampling, StepPlan
 
+UNKNOWN = -1
+"""Stands for a token that only the device knows yet."""
+_LEAST_SEATS = 16
+Change = tuple[int, int, Sequence[int]]
+"""Of a table: seat, column, and the blocks from there on."""
+
+
+def seats_for(rows: int) -> int:
+    """Seats that tables of at most ``rows`` requests may come to have."""
+    seats = _LEAST_SEATS
+    while seats < rows:
+        seats *= 2
+    return seats
+
 
 class BlockTables:
-    """Block tables by request number: one growing 2-D array and the row each request has in it."""
+    """Block tables by request number: one growing 2-D array and the row each request has in it,
+    its seat. ``tracks``: ``take_changes`` will be called."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, tracks: bool = False) -> None:
         self.block_size = block_size
-        self._table = np.zeros((16, 8), np.int32)
-        self._sizes = np.zeros(16, np.int32)
+        self._table = np.zeros((_LEAST_SEATS, 8), np.int32)
+        self._sizes = np.zeros(_LEAST_SEATS, np.int32)
         self._rows: dict[int, int] = {}
-        self._free = list(range(15, -1, -1))
+        self._free = list(range(_LEAST_SEATS - 1, -1, -1))
+        self._tracks = tracks
+        self._changes: list[Change] = []
 
     def __contains__(self, request: int) -> bool:
         return request in self._rows
@@ -52,6 +70,17 @@ class BlockTables:
             self._table = np.pad(self._table, ((0, 0), (0, wider - self._table.shape[1])))
         self._table[row, size:end] = blocks
         self._sizes[row] = end
+        if self._tracks and blocks:
+            self._changes.append((row, size, blocks))
+
+    def take_changes(self) -> list[Change]:
+        """What was written since the last call."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def seats(self, requests: Sequence[int]) -> npt.NDArray[np.int64]:
+        rows = self._rows
+        return np.array([rows[request] for request in requests], np.int64)
 
     def leave(self, request: int) -> None:
         """Unknown requests are fine: a leave may reach a node that never met the request."""
@@ -69,6 +98,16 @@ class BlockTables:
         width = blocks_for(longest, self.block_size)
         assert width <= self._table.shape[1], "a row is longer than its block table"
         return self._table[rows, :width]
+
+    def slots(
+        self,
+        seats_r: npt.NDArray[np.int64],
+        row_t: npt.NDArray[np.int64],
+        positions_t: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.int64]:
+        """Pool slots of tokens, by their row among ``seats_r`` and position."""
+        blocks = self._table[seats_r[row_t], positions_t // self.block_size].astype(np.int64)
+        return blocks * self.block_size + positions_t % self.block_size
 
     def _grow_rows(self) -> None:
         count = len(self._table)
@@ -100,6 +139,15 @@ class Row:
     """Chunks that it has been sent."""
     pieces: dict[int, int] = field(default_factory=dict)
     """Pieces that it has been sent, per layer, where they go through a ring."""
+    ahead: int = 0
+    """Tokens sampled after those in ``tokens`` that only the device knows yet."""
+    last_at: int = -1
+    """Position of the token that the device keeps for it; -1: none that can be relied on."""
+
+    def note(self, token: int, position: int) -> None:
+        """``token`` was sampled for ``position``."""
+        del self.tokens[position - self.start :]  # a replayed step replaces what it had sampled
+        self.tokens.append(token)
 
 
 @dataclass(frozen=True)
@@ -138,6 +186,8 @@ class Batch:
     scored: list[Scored]
     special: bool
     """Some row is special; a step without one skips all that such rows need."""
+    seats_r: npt.NDArray[np.int64] | None = None
+    """Of the rows, in the node's tables."""
 
 
 def slots_of(
@@ -155,10 +205,16 @@ class RowTable:
     """The requests of one dense, prefill or colocated node."""
 
     def __init__(
-        self, block_size: int, local_attention: bool, grammars: Grammars | None = None
+        self,
+        block_size: int,
+        local_attention: bool,
+        grammars: Grammars | None = None,
+        on_device: bool = False,
     ) -> None:
+        """``on_device``: block tables are kept on a device by seat; batches bring none."""
         self._rows: dict[int, Row] = {}
-        self._tables = BlockTables(block_size) if local_attention else None
+        self._tables = BlockTables(block_size, on_device) if local_attention else None
+        self._on_device = on_device
         self._block_size = block_size
         self._grammars = grammars
 
@@ -220,9 +276,12 @@ class RowTable:
         tokens: list[int] = []
         for row, start, count in zip(rows, plan.starts, plan.counts, strict=True):
             at = start - row.start
-            known = at >= 0 and at + count <= len(row.tokens)
+            unknown = at + count - len(row.tokens)
+            known = at >= 0 and unknown <= row.ahead
             assert known, f"request {row.request}: tokens of position {start} are not known"
             tokens.extend(row.tokens[at : at + count])
+            if unknown > 0:
+                tokens.extend([UNKNOWN] * unknown)
         starts = np.asarray(plan.starts, np.int64)
         counts = np.asarray(plan.counts, np.int64)
         query_starts = np.zeros(len(rows) + 1, np.int32)
@@ -230,11 +289,12 @@ class RowTable:
         row_t = np.repeat(np.arange(len(rows)), counts)
         positions = np.arange(len(tokens)) - query_starts[row_t] + starts[row_t]
         lengths = (starts + counts).astype(np.int32)
-        tables = slots = None
+        tables = slots = seats = None
         if self._tables is not None:
-            gathered = self._tables.gather(plan.rows, int(lengths.max()))
-            tables = torch.from_numpy(gathered)
-            slots = torch.from_numpy(slots_of(gathered, row_t, positions, self._block_size))
+            seats = self._tables.seats(plan.rows)
+            slots = torch.from_numpy(self._tables.slots(seats, row_t, positions))
+            if not self._on_device:
+                tables = torch.from_numpy(self._tables.gather(plan.rows, int(lengths.max())))
         samples = np.flatnonzero(plan.samples)
         special = any(row.special for row in rows)
         return Batch(
@@ -251,7 +311,24 @@ class RowTable:
             all_sample=len(samples) == len(tokens),
             scored=_scored(rows, plan, query_starts) if special else [],
             special=special,
+            seats_r=seats,
         )
+
+    def void(self, plan: StepPlan) -> None:
+        """The step will not run. Rows of it may be in the next one already: they end, and what they
+        say there counts for nothing, but rows beside them go on."""
+        for request, start, count, samples in zip(
+            plan.rows, plan.starts, plan.counts, plan.samples, strict=True
+        ):
+            row = self._rows.get(request)
+            if row is not None and samples:
+                row.ahead += 1
+                row.last_at = start + count
+
+    def take_changes(self) -> list[Change]:
+        """What block tables came to hold since the last call, for a table on a device."""
+        assert self._tables is not None
+        return self._tables.take_changes()
 
 
 def _scored(
