@@ -4,9 +4,11 @@ import itertools
 
 import pytest
 import torch
-from tests.same_tokens import check, pairwise, reference, run, settings_id
+from tests.same_tokens import check, check_idle, pairwise, reference, run, settings_id
 from tests.tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
+
+from cloverinfer import LLM, ModelConfig, SamplingParams
 
 pytestmark = pytest.mark.timeout(900)
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "opt"]
@@ -117,3 +119,43 @@ def test_preemption_and_several_nodes_change_no_token(tiny):
             **nodes,
         )
         check(cases, outputs)
+
+
+def mixed_params(count):
+    """Greedy, sampled, stopped by a token, and those whose next step needs the host."""
+    kinds = [
+        {},
+        {"temperature": 0.9, "top_k": 20, "seed": 3},
+        {"stop_token_ids": tuple(range(0, 90, 7))},
+        {"logprobs": 2},
+        {"presence_penalty": 1.0},
+    ]
+    return [
+        SamplingParams(**{"max_tokens": 8 + i, "temperature": 0.0, **kinds[i % len(kinds)]})
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("topology", ["colocated", "pd"])
+def test_steps_launched_ahead_change_no_token(tiny, topology):
+    """Blocks are short, so that some are preempted; stops are found late, and counted."""
+    model, cases = tiny("llama")
+    prompts = [case.prompt for case in cases]
+    said = {}
+    for ahead in (False, True):
+        with LLM(
+            ModelConfig(model_path=model, dtype="float32"),
+            topology=topology,
+            executor="local",
+            block_size=16,
+            num_blocks=14,
+            max_num_batched_tokens=32,
+            async_scheduling=ahead,
+        ) as llm:
+            done = llm.generate(prompts, mixed_params(len(prompts)))
+            check_idle(llm)
+            stats = llm.engine.stats()
+        said[ahead] = [(one.token_ids, one.finish_reason) for one in done]
+        assert stats.preemptions > 0
+        assert (stats.dropped_rows > 0) == ahead
+    assert said[True] == said[False]

@@ -19,7 +19,7 @@ from cloverinfer.server.catalog import load_chat
 
 FLAGS = [
     "--advertise-host", "--allow-credentials", "--allowed-headers", "--allowed-methods",
-    "--allowed-origins", "--api-key", "--attention", "--attention-backend",
+    "--allowed-origins", "--api-key", "--async-scheduling", "--attention", "--attention-backend",
     "--batch-invariant", "--bind-host", "--block-size", "--body-timeout", "--chat-template",
     "--checksum", "--config", "--dense", "--device",
     "--disable-log-requests", "--dtype", "--enable-auto-tool-choice", "--enable-chunked-prefill",

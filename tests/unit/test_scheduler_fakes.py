@@ -87,9 +87,20 @@ class FakeNode:
     tables: dict[int, list[int]] = field(default_factory=dict)
     """Of attention nodes."""
     busy: dict[int, StepPlan] = field(default_factory=dict)
+    """The oldest step of each lane."""
+    behind: dict[int, StepPlan] = field(default_factory=dict)
+    """The one launched ahead."""
+    broken: dict[int, set[int]] = field(default_factory=dict)
+    """Rows of a lane's last step, where it failed: what follows before that is known is void."""
     expects: dict[int, ExpectTransfer] = field(default_factory=dict)
     arrived: dict[int, set[int]] = field(default_factory=dict)
     attention: dict[tuple[str, int, int], AttentionPlan] = field(default_factory=dict)
+
+
+def needs_host(request: Request) -> bool:
+    given = request.sampling
+    asks = given.logprobs is not None or given.prompt_logprobs is not None
+    return asks or given.shapes_logits
 
 
 def make_nodes(topology: str, blocks: int, prefills: int = 1, homes: int = 1, dense: int = 1,
@@ -150,6 +161,7 @@ class Cluster:
         """Those that were ended for it and may write until they are gone."""
         self.num_ended = 0
         self.joined: set[tuple[str, int, int]] = set()
+        self.num_ahead = 0
 
     # Driving
 
@@ -166,6 +178,8 @@ class Cluster:
         self.scheduler.check_integrity()
         for name, message in messages:
             assert name not in self.dead
+            if isinstance(message, StepPlan):
+                assert not any(self.requests[number].finished for number in message.rows)
             self._receive(self.nodes[name], message)
         self.sent += messages
         return messages
@@ -186,7 +200,8 @@ class Cluster:
         self.now += 0.01
         able = self.able()
         fencing = [one for one in self.fencing if one[0] not in self.hung]
-        lists = able, self.reports, self.late, fencing, self.ending
+        reports = self._readable()
+        lists = able, reports, self.late, fencing, self.ending
         choices = [(act, i) for act, items in enumerate(lists) for i in range(len(items))]
         if choices:
             act, at = self.rng.choice(choices)
@@ -194,7 +209,8 @@ class Cluster:
                 self.computing.remove(able[at])
                 self.compute(*able[at])
             elif act == 1:
-                self.deliver(self.reports.pop(at))
+                self.reports.remove(reports[at])
+                self.deliver(reports[at])
             elif act == 2:
                 self.land(*self.late.pop(at))
             elif act == 3:
@@ -207,6 +223,18 @@ class Cluster:
         self.schedule()
         self.ended += self.scheduler.drain_finished()
         return any(lists) or self.scheduler.next_deadline() is not None
+
+    def _readable(self) -> list[Report]:
+        """Reports that may be read next: those of one lane's steps come in order."""
+        steps: set[tuple[str, int]] = set()
+        readable = []
+        for report in self.reports:
+            if isinstance(report, (StepDone, StepFailed)):
+                if (report.node, report.lane) in steps:
+                    continue
+                steps.add((report.node, report.lane))
+            readable.append(report)
+        return readable
 
     def run(self, limit: int = 20000) -> None:
         """Until nothing is left to do, which must come."""
@@ -225,6 +253,8 @@ class Cluster:
             scheduler.on_transfer_done(report, self.now)
         elif isinstance(report, StepFailed):
             scheduler.on_step_failed(report, self.now)
+            if not scheduler._state.nodes[report.node].lanes[report.lane].flights:
+                self.nodes[report.node].broken.pop(report.lane, None)
         elif isinstance(report, Alive):
             scheduler.on_alive(report)
         elif isinstance(report, Fenced):
@@ -297,7 +327,8 @@ class Cluster:
         """A step that was computing fails after it wrote some of what it had to. What it put to
         the nodes that it is ``cut`` from may still arrive."""
         self.computing.remove((name, lane))
-        plan = self.nodes[name].busy.pop(lane)
+        plan, _ = self._take(self.nodes[name], lane)
+        self.nodes[name].broken[lane] = set(plan.rows)
         self._delay(self.nodes[name], plan, set(cut) - self.dead)
         self.reports.append(StepFailed(name, lane, plan.step, error, list(cut), list(cut)))
 
@@ -366,11 +397,9 @@ class Cluster:
             node.expects.pop(message.transfer, None)
 
     def _read_plan(self, node: FakeNode, plan: StepPlan) -> None:
-        assert plan.lane not in node.busy, "the lane has a step in flight"
         assert plan.rows
         assert len(set(plan.rows)) == len(plan.rows)
-        flying = {number for other in node.busy.values() for number in other.rows}
-        assert not flying & (set(plan.leaves) | set(plan.rows)), "a row is in flight"
+        self._check_flights(node, plan)
         for number in plan.leaves:
             del node.known[number]
         for join in plan.joins:
@@ -392,8 +421,31 @@ class Cluster:
             assert blocks
             node.known[number].blocks += blocks
         self._check_shape(node, plan)
-        node.busy[plan.lane] = plan
+        flights = self.scheduler._state.nodes[node.name].lanes[plan.lane].flights
+        self.num_ahead += flights[0].step != plan.step
+        (node.behind if plan.lane in node.busy else node.busy)[plan.lane] = plan
         self.computing.append((node.name, plan.lane))
+
+    def _check_flights(self, node: FakeNode, plan: StepPlan) -> None:
+        """A lane has two steps at most, of which the second goes on where the first ends."""
+        assert plan.lane not in node.behind, "the lane has two steps in flight"
+        first = node.busy.get(plan.lane)
+        assert first is None or (self._goes_ahead(node) and plan.step == first.step + 1)
+        ends = {}
+        if first is not None:
+            for number, start, count in zip(first.rows, first.starts, first.counts, strict=True):
+                ends[number] = start + count
+        steps = [*node.busy.values(), *node.behind.values()]
+        flying = {number for other in steps for number in other.rows}
+        assert not flying & set(plan.leaves), "a request that leaves is in flight"
+        assert not (flying - ends.keys()) & set(plan.rows), "a row is in flight"
+        for number, start in zip(plan.rows, plan.starts, strict=True):
+            assert ends.get(number, start) == start
+            if number in ends:
+                assert not needs_host(self.requests[number]), "its next token needs the host"
+
+    def _goes_ahead(self, node: FakeNode) -> bool:
+        return bool(self.config.async_scheduling) and node.role in ("colocated", "decode")
 
     def _check_shape(self, node: FakeNode, plan: StepPlan) -> None:
         size, budget = self._size(node), self.config.max_num_batched_tokens
@@ -426,17 +478,51 @@ class Cluster:
     def compute(self, name: str, lane: int) -> None:
         """Does a step at once, as late as it can be done."""
         node = self.nodes[name]
-        plan = node.busy.pop(lane)
+        plan, broken = self._take(node, lane)
+        if self._cannot(node, plan, broken):
+            node.broken[lane] = set(plan.rows)
+            self.reports.append(StepFailed(name, lane, plan.step, "a token is not known"))
+            return
         gone = {node.known[number].join.home for number in plan.rows} & self.dead
         if gone:  # none of its rows advances
             self.reports.append(StepFailed(name, lane, plan.step, "gone", sorted(gone)))
             return
         tokens: list[int] = []
         for row, number in enumerate(plan.rows):
-            self._compute_row(node, plan, row, number, tokens)
+            if number in broken:
+                self._compute_garbage(node, plan, row, tokens)
+            else:
+                self._compute_row(node, plan, row, number, tokens)
         if node.role == "dense":
             self._check_attention_rows(node, plan)
         self.reports.append(StepDone(name, lane, plan.step, tokens, StepStats()))
+
+    def _take(self, node: FakeNode, lane: int) -> tuple[StepPlan, set[int]]:
+        """A lane's oldest step, and its rows that go on from a step that failed."""
+        plan = node.busy.pop(lane)
+        broken = node.broken.pop(lane, set()) if self._goes_ahead(node) else set()
+        if lane in node.behind:
+            node.busy[lane] = node.behind.pop(lane)
+        return plan, broken
+
+    def _cannot(self, node: FakeNode, plan: StepPlan, broken: set[int]) -> bool:
+        """It lacks tokens that a step before it, which failed, would have sampled."""
+        for number, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+            known = node.known[number]
+            if number in broken and start + count - known.join.start > len(known.tokens):
+                return True
+        return False
+
+    def _compute_garbage(self, node: FakeNode, plan: StepPlan, row: int, tokens: list[int]) -> None:
+        """The row's cache is incomplete: nobody may make use of what comes of it."""
+        known, size = node.known[plan.rows[row]], self._size(node)
+        for position in range(plan.starts[row], plan.starts[row] + plan.counts[row]):
+            block = known.blocks[position // size]
+            assert self._pool(node.name).pool.refs(block) == 1, "writes to a free or shared block"
+            node.pool[block, position % size] = -1
+        if plan.samples[row]:
+            known.tokens.append(1)
+            tokens.append(1)
 
     def _compute_row(
         self, node: FakeNode, plan: StepPlan, row: int, number: int, tokens: list[int]

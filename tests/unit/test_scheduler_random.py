@@ -22,7 +22,9 @@ TOPOLOGIES = ("colocated", "pd", "pda")
 PREFIXES = [[1 + (i * k) % 30 for i in range(40)] for k in (1, 3, 7)]
 
 
-def build(topology: str, rng: random.Random) -> Cluster:
+def build(
+    topology: str, rng: random.Random, ahead: bool = False, kind: type[Cluster] = Cluster
+) -> Cluster:
     blocks, prefill_size = rng.choice((10, 14, 60)), rng.choice((4, 4, 2, 8, 1))
     nodes = make_nodes(
         topology,
@@ -38,9 +40,10 @@ def build(topology: str, rng: random.Random) -> Cluster:
         max_num_batched_tokens=rng.choice((2, 4, 8, 16, 64)),
         enable_chunked_prefill=rng.random() < 0.6,
         num_wavefronts=rng.choice((1, 1, 2, 3)),
+        async_scheduling=ahead,
     )
     cache = CacheConfig(block_size=4, enable_prefix_caching=rng.random() < 0.6)
-    return Cluster(nodes, config, cache, seed=rng.randrange(1 << 30))
+    return kind(nodes, config, cache, seed=rng.randrange(1 << 30))
 
 
 def random_request(number: int, rng: random.Random) -> Request:

@@ -138,6 +138,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     option(group, "--num-wavefronts", "scheduler.num_wavefronts", text, int)
     text = "split long prompts"
     switch(group, "--enable-chunked-prefill", "scheduler.enable_chunked_prefill", text)
+    text = "send each step while the one before it is computed"
+    switch(group, "--async-scheduling", "scheduler.async_scheduling", text, "on GPUs")
 
 
 def _add_network(parser: argparse.ArgumentParser) -> None:

@@ -166,6 +166,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Token budget of one forward: prefill chunks and decode rows together."""
     enable_chunked_prefill: bool = True
     """False: a prompt is prefilled in one forward (the token budget is raised to hold it)."""
+    async_scheduling: bool | None = None
+    """Each step of a colocated or decode node is sent while the one before it is computed, with
+    every row that goes on whatever that one says; None: where nodes are on GPUs."""
     max_queue: int = 1024
     """Most requests that may wait; one more is refused."""
     num_wavefronts: int = 1
@@ -192,6 +195,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         _check(
             "scheduler", "num_wavefronts", self.num_wavefronts, self.num_wavefronts <= 4, "1 to 4"
         )
+        ahead = self.async_scheduling
+        good = ahead is None or isinstance(ahead, bool)
+        _check("scheduler", "async_scheduling", ahead, good, "true, false or none")
         _positive("scheduler", self, "step_timeout", "transfer_timeout")
         if self.queue_timeout is not None:
             _positive("scheduler", self, "queue_timeout")

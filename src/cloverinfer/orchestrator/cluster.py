@@ -152,6 +152,7 @@ class Cluster:
                 info.peer.role,
                 info.kv_blocks,
                 info.peer.layout.block_size if info.peer.layout is not None else None,
+                info.device,
             )
             for info in self.infos
         ]

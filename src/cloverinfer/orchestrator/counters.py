@@ -133,3 +133,5 @@ class EngineStats:
     preemptions: int
     blocks: dict[str, tuple[int, int]]
     """Used and all blocks of each pool, by node."""
+    dropped_rows: int = 0
+    """Rows of steps whose request had ended before they were computed."""

@@ -197,6 +197,7 @@ class Engine:
             waiting=waiting,
             preemptions=scheduler.num_preemptions,
             blocks=scheduler.used_blocks(),
+            dropped_rows=scheduler.num_dropped,
         )
 
     def close(self) -> None:

@@ -184,12 +184,13 @@ class Faults:
                 self._state.fail([seat], problem, now)
 
     def _abandon(self, lane: Lane, now: float) -> None:
-        """A dead node's step answers no more; its rows that have ended are given up now."""
-        flight, lane.flight = lane.flight, None
-        for row in flight.rows if flight is not None else ():
-            row.seat.in_flight = False
-            if row.seat.request.finished:
-                self._state.vacate(row.seat, now)
+        """A dead node's steps answer no more; rows that have ended are given up now."""
+        rows = [row for flight in lane.flights for row in flight.rows]
+        while lane.flights:
+            lane.flights.popleft().land()
+        for seat in {row.seat.request.number: row.seat for row in rows}.values():
+            if seat.request.finished:
+                self._state.settle(seat, now)
 
     def _transferring(self) -> Iterator[Seat]:
         for node in self._state.homes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..core.request import RequestState
-from .state import Lane, Node, Seat, State
+from .state import Lane, Node, Row, Seat, State
 
 
 def check_state(state: State) -> None:
@@ -44,11 +44,12 @@ def _check_seat(state: State, seat: Seat) -> None:
     request = seat.request
     assert 0 <= request.num_computed < request.num_tokens or request.finished
     assert not request.finished or seat.in_flight, f"request {request.number} keeps its seat"
+    assert seat.in_flight or (seat.flying, seat.unknown) == (0, 0)
     if seat.home is not None:
         assert seat.home.homed[request.number] is seat
         home = seat.home.cache()
         assert seat.room == home.num_held(request.number) * home.block_size
-        assert seat.room >= request.num_computed
+        assert seat.room >= seat.planned
     if seat.lane is not None:
         assert seat.home is not None
         assert seat.lane.members[request.number] is seat
@@ -61,10 +62,24 @@ def _check_seat(state: State, seat: Seat) -> None:
 
 
 def _check_lane(state: State, lane: Lane) -> None:
-    rows = lane.flight.rows if lane.flight is not None else []
-    in_flight = {row.seat.request.number for row in rows}
-    assert in_flight <= set(lane.members), "a row in flight left its lane"
+    assert len(lane.flights) <= lane.depth
+    rows: dict[int, list[Row]] = {}
+    for flight in lane.flights:
+        for row in flight.rows:
+            rows.setdefault(row.seat.request.number, []).append(row)
+    assert rows.keys() <= lane.members.keys(), "a row in flight left its lane"
     for number, seat in lane.members.items():
         assert state.seats[number] is seat
         assert seat.lane is lane
-        assert seat.in_flight == (number in in_flight)
+        _check_rows(seat, rows.get(number, []))
+
+
+def _check_rows(seat: Seat, rows: list[Row]) -> None:
+    """The flights' rows of one seat, oldest first, follow one another from what is computed."""
+    assert seat.flights == len(rows)
+    assert seat.flying == sum(row.count for row in rows)
+    assert seat.unknown == sum(row.samples for row in rows)
+    at = seat.request.num_computed
+    for row in rows if not seat.request.finished else ():
+        assert row.start == at, f"request {seat.request.number}: a row from {row.start}, not {at}"
+        at += row.count

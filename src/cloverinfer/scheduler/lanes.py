@@ -1,6 +1,9 @@
 """Which rows a lane's next step has: decode rows first, then chunks of prompts in order of arrival.
 
 Also finds blocks for the tokens that decode rows are about to add, preempting latecomers.
+
+A lane's next step may be chosen while one is in flight: it has every row that goes on whatever that
+step says. What a row computes and samples in flight counts as done, and its token as there.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ class LanePlanner:
     def __init__(self, state: State) -> None:
         self._state = state
         self.preemptions = 0
+        self._short: set[str] = set()
+        """Homes where a row waits for a block that a step in flight holds."""
 
     def make_room(self, now: float) -> None:
         """Lengthens the tables of rows about to decode, in order across all idle lanes.
@@ -24,11 +29,12 @@ class LanePlanner:
         preempted, be it the one that asks. It waits only where it is the only such one. As the
         first asks first, it always gets what there is.
         """
+        self._short.clear()
         needy = [
             seat
             for node in self._state.dense
             for lane in node.lanes
-            if lane.usable and lane.flight is None
+            if lane.usable and not lane.flights
             for seat in lane.members.values()
             if seat.room <= seat.request.num_computed
         ]
@@ -39,21 +45,26 @@ class LanePlanner:
     def _extend(self, seat: Seat, now: float) -> None:
         home = seat.home
         assert home is not None
-        while True:
-            new = home.cache().ensure(seat.request.number, seat.request.num_computed + 1)
-            if new is not None:
-                seat.room += len(new) * home.cache().block_size
-                return
+        while not _lengthen(seat):
             candidates = [other for other in home.homed.values() if _preemptible(other)]
             victim = max(candidates, key=_order)
             if len(candidates) == 1:
                 assert victim is seat
                 if home.num_lost and len(home.homed) == 1:
                     self._state.fail([seat], lost_room(home), now)
+                self._short.add(home.name)
                 return
             self.preempt(victim, now)
             if victim is seat:
                 return
+
+    def make_room_ahead(self, lane: Lane) -> bool:
+        """The same for the rows that a lane's next step has while one is in flight. False where
+        blocks are short: nobody is preempted before what is in flight has landed, and nobody goes
+        on at a home where another waits for that."""
+        if lane.node.name in self._short:
+            return False
+        return all(_lengthen(seat) for seat in _going(lane) if seat.room <= seat.planned)
 
     def preempt(self, seat: Seat, now: float) -> None:
         """Takes all from a request; it is prefilled anew with what it has said so far."""
@@ -69,13 +80,13 @@ class LanePlanner:
 
     def choose_rows(self, lane: Lane) -> list[Row]:
         """Rows of the lane's next step; empty where it has nothing to do."""
-        members = sorted(lane.members.values(), key=_order)
-        decodes = [seat for seat in members if seat.missing == 1]
-        prefills = [seat for seat in members if seat.missing > 1]
+        going = _going(lane)
+        decodes = [seat for seat in going if seat.unplanned == 1]
+        prefills = [seat for seat in going if seat.unplanned > 1]
         budget = self._state.config.max_num_batched_tokens
         # A prefill that found no room beside decode rows gets it in the next step.
         reserve = self._least(prefills[0]) if prefills and lane.starved else 0
-        able = [seat for seat in decodes if seat.room > seat.request.num_computed]
+        able = [seat for seat in decodes if seat.room > seat.planned]
         rows = [_row(seat, 1) for seat in able[: max(budget - reserve, 0)]]
         chunks = self._chunks(prefills, budget - len(rows), alone=not rows)
         lane.starved = bool(prefills) and not chunks
@@ -87,12 +98,12 @@ class LanePlanner:
             least = self._least(seat)
             if least > budget and not (alone and not rows):
                 break
-            count = seat.missing
+            count = seat.unplanned
             if count > max(budget, least):
                 # A chunk that does not end the prompt ends with a block.
                 size = seat.block_size
-                end = (seat.request.num_computed + max(budget, least)) // size * size
-                count = end - seat.request.num_computed
+                end = (seat.planned + max(budget, least)) // size * size
+                count = end - seat.planned
             rows.append(_row(seat, count))
             budget -= count
         return rows
@@ -100,9 +111,9 @@ class LanePlanner:
     def _least(self, seat: Seat) -> int:
         """Tokens of the shortest chunk that the seat's next row can be."""
         if not self._state.config.enable_chunked_prefill:
-            return seat.missing
+            return seat.unplanned
         size = seat.block_size
-        return min(seat.missing, size - seat.request.num_computed % size)
+        return min(seat.unplanned, size - seat.planned % size)
 
     def _by_home(self, node: Node, rows: list[Row]) -> list[Row]:
         if node.role != "dense" or len(self._state.homes) == 1:
@@ -119,8 +130,37 @@ def _order(seat: Seat) -> Order:
 
 
 def _row(seat: Seat, count: int) -> Row:
-    start = seat.request.num_computed
-    return Row(seat, start, count, samples=start + count == seat.request.num_tokens)
+    return Row(seat, seat.planned, count, samples=count == seat.unplanned)
+
+
+def _lengthen(seat: Seat) -> bool:
+    """Blocks at home for one token more than are planned; False where there are too few."""
+    assert seat.home is not None
+    pool = seat.home.cache()
+    new = pool.ensure(seat.request.number, seat.planned + 1)
+    if new is None:
+        return False
+    seat.room += len(new) * pool.block_size
+    return True
+
+
+def _going(lane: Lane) -> list[Seat]:
+    """Members that the lane's next step may have as rows, in order.
+
+    Those that need the host go together: one that went while another is in flight would never meet
+    it again, and two steps would do the work of one.
+    """
+    seats = sorted(lane.members.values(), key=_order)
+    if not lane.flights:
+        return seats
+    held = any(seat.needs_host and seat.in_flight for seat in seats)
+    return [seat for seat in seats if _goes_on(seat) and not (held and seat.needs_host)]
+
+
+def _goes_on(seat: Seat) -> bool:
+    """Whatever its steps in flight say, unless one of them ends it by what it samples."""
+    request = seat.request
+    return not request.finished and request.num_tokens + seat.unknown < seat.limit
 
 
 def _preemptible(seat: Seat) -> bool:

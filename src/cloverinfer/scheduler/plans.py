@@ -7,6 +7,8 @@ incarnation may join in the plan that takes the old one away.
 
 from __future__ import annotations
 
+import math
+
 from ..core.request import RequestState
 from ..wire.messages import (
     AttentionJoin,
@@ -67,11 +69,13 @@ class PlanWriter:
 
     def _take_off(self, lane: Lane, rows: list[Row], now: float) -> None:
         for row in rows:
-            row.seat.in_flight = True
             request = row.seat.request
             if request.state in (RequestState.WAITING, RequestState.PREEMPTED):
                 request.advance(RequestState.PREFILLING, now)
-        lane.flight = Flight(lane.step, rows, now + self._state.config.step_timeout)
+        deadline = math.inf if lane.flights else now + self._state.config.step_timeout
+        flight = Flight(lane.step, rows, deadline)
+        flight.take_off()
+        lane.flights.append(flight)
         lane.step += 1
         lane.idle_since = None
 
@@ -176,5 +180,6 @@ def _waited(lane: Lane, now: float) -> float:
 
 
 def _decodes(row: Row) -> bool:
-    """The row computes the one token that was sampled last."""
-    return row.count == 1 and bool(row.seat.request.output_token_ids)
+    """The row computes the one token that was sampled last, or is about to be."""
+    request = row.seat.request
+    return row.count == 1 and (bool(request.output_token_ids) or row.start >= request.num_prompt)

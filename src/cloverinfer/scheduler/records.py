@@ -19,6 +19,8 @@ HOME_ROLES = frozenset({"colocated", "decode", "attention"})
 """Roles whose pool a request lives in while it decodes."""
 DENSE_ROLES = frozenset({"colocated", "decode", "dense"})
 """Roles that run decode rows."""
+AHEAD_ROLES = frozenset({"colocated", "decode"})
+"""Roles whose nodes may be sent a step while another is computed."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class SchedNode:
     """Blocks of its pool; 0 without one."""
     block_size: int | None = None
     """Tokens per block of its pool; None: as the cache's configuration says."""
+    device: str = "cpu"
+    """Where it computes."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class StepRecord:
     batch: int
     """Rows."""
     decode_rows: int
-    """Rows whose request had its first token before."""
+    """Rows whose request had been given its first token before."""
     tokens: int
     """Tokens that the step computes."""
     joins: int

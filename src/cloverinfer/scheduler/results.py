@@ -29,6 +29,8 @@ class Results:
     def __init__(self, state: State, planner: LanePlanner) -> None:
         self._state = state
         self._planner = planner
+        self.dropped = 0
+        """Rows that were computed in vain, as their requests had ended."""
 
     def step_done(self, done: StepDone, now: float) -> list[TokenEvent]:
         lane = self._state.lane(done.node, done.lane)
@@ -41,10 +43,10 @@ class Results:
             return []
         events: list[TokenEvent] = []
         sampled = _sampled(done)
-        for i, row in enumerate(self._land(lane).rows):
+        for i, row in enumerate(self._land(lane, now).rows):
             said = next(sampled) if row.samples else None
             if row.seat.request.finished:
-                self._state.vacate(row.seat, now)
+                self._drop(row.seat, now)
             else:
                 if i in done.prompt_logprobs:
                     row.seat.request.score(row.start, done.prompt_logprobs[i])
@@ -54,18 +56,24 @@ class Results:
 
     def step_failed(self, failed: StepFailed, now: float) -> None:
         """Fails the step's requests. Where it failed because a home is gone, only those that live
-        there are lost: the others did not advance, and their step is done again."""
+        there are lost: the others did not advance, and their step is done again. So are rows of a
+        step that went out before the one ahead of it had failed, and were in that one not."""
         lane = self._state.lane(failed.node, failed.lane)
         if lane is None or lane.flight is None or lane.flight.step != failed.step:
             return
-        rows = self._land(lane).rows
+        flight = self._land(lane, now)
+        for later in lane.flights:
+            later.spoiled = True
+        rows = flight.rows
         for row in rows:
             home = row.seat.home
             row.seat.unfenced |= home is not None and home.name in failed.cut
         lost = [_homeless(row.seat, failed.gone) for row in rows]
         for row, is_lost in zip(rows, lost, strict=True):
             if row.seat.request.finished:
-                self._state.vacate(row.seat, now)
+                self._drop(row.seat, now)
+            elif flight.spoiled:
+                continue
             elif is_lost or not any(lost):
                 self._state.fail([row.seat], f"step failed on {failed.node}: {failed.error}", now)
             elif lane.node.role == "prefill":
@@ -100,14 +108,19 @@ class Results:
         if node is not None and fenced.number in node.withheld:
             self._state.give_back(node, fenced.number)
 
-    def _land(self, lane: Lane) -> Flight:
-        """Ends the flight: nothing names its rows' blocks any more."""
-        flight = lane.flight
-        assert flight is not None
-        lane.flight, lane.overdue = None, False
-        for row in flight.rows:
-            row.seat.in_flight = False
+    def _land(self, lane: Lane, now: float) -> Flight:
+        """Ends the oldest flight; the time of the one behind it begins."""
+        flight = lane.flights.popleft()
+        flight.land()
+        lane.overdue = False
+        if lane.flights:
+            lane.flights[0].deadline = now + self._state.config.step_timeout
         return flight
+
+    def _drop(self, seat: Seat, now: float) -> None:
+        """A row's request had ended before its step did."""
+        self.dropped += 1
+        self._state.settle(seat, now)
 
     def _advance(
         self, lane: Lane, row: Row, said: _Said | None, now: float, events: list[TokenEvent]
@@ -187,5 +200,5 @@ def _homeless(seat: Seat, gone: list[str]) -> bool:
 
 
 def _mark_idle(lane: Lane, now: float) -> None:
-    waits = any(seat.missing == 1 for seat in lane.members.values())
+    waits = not lane.flights and any(seat.missing == 1 for seat in lane.members.values())
     lane.idle_since = now if waits else None

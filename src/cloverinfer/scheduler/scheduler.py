@@ -20,7 +20,7 @@ from .lanes import LanePlanner
 from .plans import PlanWriter
 from .records import HungNode, SchedNode, StepRecord, TokenEvent, topology_of
 from .results import Results
-from .state import State
+from .state import Lane, State
 
 STEP_LOG_LENGTH = 65536
 """Step records kept for whoever reads them; the oldest are dropped."""
@@ -69,20 +69,27 @@ class Scheduler:
         self._state.end(seat, state, reason, now)
 
     def schedule(self, now: float) -> list[tuple[str, Message]]:
-        """What to send, by node name and in this order: plans for every idle lane with work,
-        promises and cancellations of transfers, writers to fence, and probes."""
+        """What to send, by node name and in this order: plans for every idle lane with work, and
+        for one ahead where lanes take that; promises and cancellations of transfers, writers to
+        fence, and probes."""
         state = self._state
         self._faults.fail_stranded(now)
         self._admission.place_ready(now)
         self._planner.make_room(now)
         self._admission.admit()
         for lane in state.lanes():
-            if lane.flight is None and lane.members and lane.usable:
-                rows = self._planner.choose_rows(lane)
-                if rows:
-                    self.step_log.append(self._writer.launch(lane, rows, now))
+            if not lane.flights and lane.members and lane.usable:
+                self._launch(lane, now)
+        for lane in state.lanes():
+            if lane.may_go_ahead and self._planner.make_room_ahead(lane):
+                self._launch(lane, now)
         messages, state.outbox = state.outbox, []
         return [(name, message) for name, message in messages if state.nodes[name].alive]
+
+    def _launch(self, lane: Lane, now: float) -> None:
+        rows = self._planner.choose_rows(lane)
+        if rows:
+            self.step_log.append(self._writer.launch(lane, rows, now))
 
     def on_step_done(self, done: StepDone, now: float) -> list[TokenEvent]:
         """The step's new tokens. Reports of steps that nobody waits for are dropped."""
@@ -142,7 +149,7 @@ class Scheduler:
     @property
     def in_flight(self) -> bool:
         """A step has not answered."""
-        return any(lane.flight is not None for lane in self._state.lanes() if lane.usable)
+        return any(lane.flights for lane in self._state.lanes() if lane.usable)
 
     @property
     def num_waiting(self) -> int:
@@ -151,6 +158,11 @@ class Scheduler:
     @property
     def num_preemptions(self) -> int:
         return self._planner.preemptions
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows that were computed although their request had ended."""
+        return self._results.dropped
 
     @property
     def topology(self) -> str:

@@ -2,7 +2,7 @@
 
 A *seat* is a request's place in the system: the blocks, the lane and the transfer it holds. Blocks
 are given back by ``release`` alone, and never while a step in flight names them: a request may
-reach its end at any time, its seat stays until the step that it is a row of has answered. Blocks
+reach its end at any time, its seat stays until every step that it is a row of has answered. Blocks
 that a prefill node may have left bytes on their way to outlast the seat: they are *withheld* until
 their home has answered that it fenced the writer, or is gone. It is asked to once nothing of a dead
 writer runs any more. Withheld blocks whose fence does not come in time are *lost*: nobody counts on
@@ -11,6 +11,7 @@ them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -20,7 +21,7 @@ from ..kvcache.manager import KVCacheManager
 from ..wire.messages import CancelTransfer, Fence, Message
 from ..wire.notices import MAX_TRANSFERS
 from .queue import Order, WaitingQueue
-from .records import DENSE_ROLES, HOME_ROLES, POOL_ROLES, SchedNode
+from .records import AHEAD_ROLES, DENSE_ROLES, HOME_ROLES, POOL_ROLES, SchedNode
 
 
 @dataclass(eq=False)
@@ -57,10 +58,32 @@ class Seat:
     """Its prefill node may have left bytes on their way to its home, and will not finish them."""
     lane: Lane | None = None
     """Where its rows run now; None while it waits for a place."""
-    in_flight: bool = False
-    """It is a row of its lane's step in flight."""
+    needs_host: bool = False
+    """Choosing its next token takes what only the host knows once the last one is known: its rows
+    wait for the step before."""
+    flights: int = 0
+    """Steps in flight that it is a row of."""
+    flying: int = 0
+    """Tokens that those steps compute."""
+    unknown: int = 0
+    """Tokens that those steps sample, which only the node knows."""
     room: int = 0
     """Tokens that its blocks at home can hold."""
+
+    @property
+    def in_flight(self) -> bool:
+        return self.flights > 0
+
+    @property
+    def planned(self) -> int:
+        """Tokens computed once its steps in flight have ended."""
+        return self.request.num_computed + self.flying
+
+    @property
+    def unplanned(self) -> int:
+        """Tokens that it then has beside them."""
+        request = self.request
+        return request.num_tokens + self.unknown - request.num_computed - self.flying
 
     @property
     def missing(self) -> int:
@@ -92,6 +115,26 @@ class Flight:
     step: int
     rows: list[Row]
     deadline: float
+    """Infinite while another of its lane is ahead of it."""
+    spoiled: bool = False
+    """The step before it failed: what its rows of that step compute is void, and it may fail for
+    want of their tokens alone."""
+
+    def take_off(self) -> None:
+        """From now on it names its rows' blocks."""
+        for row in self.rows:
+            seat = row.seat
+            seat.flights += 1
+            seat.flying += row.count
+            seat.unknown += row.samples
+
+    def land(self) -> None:
+        """It names nothing any more."""
+        for row in self.rows:
+            seat = row.seat
+            seat.flights -= 1
+            seat.flying -= row.count
+            seat.unknown -= row.samples
 
 
 @dataclass(eq=False)
@@ -100,22 +143,36 @@ class Lane:
 
     node: Node
     index: int
+    depth: int = 1
+    """Most steps in flight: 2 where one is launched ahead."""
     members: dict[int, Seat] = field(default_factory=dict)
     """Seats whose rows run here, by request number."""
-    flight: Flight | None = None
+    flights: deque[Flight] = field(default_factory=deque)
+    """In the order in which they were launched and will land."""
     step: int = 0
     """Number of the next step."""
     overdue: bool = False
-    """Its step passed the deadline; it gets no work until it answers, and its node is ended where
-    it does not by a second one."""
+    """Its oldest step passed the deadline; it gets no work until that answers, and its node is
+    ended where it does not by a second one."""
     starved: bool = False
     """Its last plan had no room for the oldest prefill."""
     idle_since: float | None = None
-    """When its last step ended, where rows to decode were left."""
+    """When its last step ended, where rows to decode were left and none was in flight."""
+
+    @property
+    def flight(self) -> Flight | None:
+        """The oldest."""
+        return self.flights[0] if self.flights else None
 
     @property
     def usable(self) -> bool:
         return self.node.alive and not self.overdue
+
+    @property
+    def may_go_ahead(self) -> bool:
+        """A step is in flight, another may follow it, and it has not failed on the way."""
+        room = 0 < len(self.flights) < self.depth
+        return room and self.usable and not self.flights[-1].spoiled
 
 
 @dataclass(eq=False)
@@ -224,8 +281,14 @@ class State:
         made = Node(node.name, node.role, pool)
         count = 1 if node.role == "prefill" else self.config.num_wavefronts
         if node.role != "attention":
-            made.lanes = [Lane(made, i) for i in range(count)]
+            depth = self._depth(node)
+            made.lanes = [Lane(made, i, depth) for i in range(count)]
         return made
+
+    def _depth(self, node: SchedNode) -> int:
+        wanted = self.config.async_scheduling
+        ahead = node.device != "cpu" if wanted is None else wanted
+        return 2 if ahead and node.role in AHEAD_ROLES else 1
 
     def lanes(self) -> Iterator[Lane]:
         for node in self.nodes.values():
@@ -263,8 +326,7 @@ class State:
         request.finish_reason, request.error = reason, error
         self.finished.append(request)
         self.waiting.discard(seat.order)
-        if not seat.in_flight:
-            self.vacate(seat, now)
+        self.settle(seat, now)
 
     def fail(self, seats: Iterable[Seat], error: str, now: float) -> None:
         """Fails those that have not ended yet."""
@@ -277,10 +339,12 @@ class State:
         timeout = self.config.queue_timeout
         self.waiting.push(seat.order, seat, None if timeout is None else now + timeout)
 
-    def vacate(self, seat: Seat, now: float) -> None:
-        """Gives up the seat of a request that has ended."""
-        self.release(seat, now)
-        del self.seats[seat.request.number]
+    def settle(self, seat: Seat, now: float) -> None:
+        """Gives up the seat of a request that has ended, where no step names it any more."""
+        assert seat.request.finished
+        if not seat.in_flight:
+            self.release(seat, now)
+            del self.seats[seat.request.number]
 
     def release(self, seat: Seat, now: float) -> None:
         """Gives back everything a seat holds and tells the nodes to forget the request."""

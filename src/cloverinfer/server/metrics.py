@@ -200,6 +200,9 @@ def _counted(stats: list[tuple[str, EngineStats]]) -> Iterator[Metric]:
         yield _total(name, text, samples, "model_name")
     samples = [((model,), one.preemptions) for model, one in stats]
     yield _total("num_preemptions", "Requests prefilled anew.", samples, "model_name")
+    samples = [((model,), one.dropped_rows) for model, one in stats]
+    text = "Rows computed although their request had ended."
+    yield _total("dropped_rows", text, samples, "model_name")
     for name, (field, label, text) in BY_KEY.items():
         samples = [
             ((model, key), count)

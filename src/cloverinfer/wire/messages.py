@@ -1,7 +1,8 @@
 """Messages of the control plane: at most one of each per node and step.
 
 Requests travel as small numbers. A *lane* is the place of one wavefront on one node; a node runs
-one step of a lane at a time. Whatever arrives for an incarnation that has ended is dropped.
+the steps of a lane one by one, in order, and may have been sent the next one already. Whatever
+arrives for an incarnation that has ended is dropped.
 """
 
 from __future__ import annotations
