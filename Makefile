@@ -102,7 +102,7 @@ test-clients: setup
 
 test-vllm: setup
 	@tools/make_vllm.sh $(BIN)/python build/vllm
-	@$(BIN)/python -m pytest -m vllm tests/integration/vllm
+	@$(BIN)/python -m pytest -m vllm tests/integration/vllm tests/deploy
 
 test-deploy: setup
 	@[ -x /usr/sbin/sshd ] || { apt-get update -qq && apt-get install -y -qq openssh-server; } \

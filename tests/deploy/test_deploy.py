@@ -9,16 +9,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
+from tests.deploy_kit import fails, line_of, ok, processes, write_inventory
 from tests.ssh_hosts import Cluster, ssh_hosts
 from tests.tiny_models import add_tokenizer, make_tiny
 
 pytestmark = pytest.mark.timeout(900)
-ROLES = (["prefill"], ["dense", "decode"], ["attention"])
-NAMES = ("gate", "dense-host", "attention-host")
 
 
 @pytest.fixture(scope="module")
@@ -45,63 +42,7 @@ def installed(cluster: Cluster, model: str) -> Cluster:
     return cluster
 
 
-def write_inventory(cluster: Cluster, model: str = "smollm2-135m", **fields: Any) -> None:
-    hosts = [
-        {"name": name, "address": machine.address, "roles": roles}
-        for name, machine, roles in zip(NAMES, cluster.machines, ROLES, strict=True)
-    ]
-    inventory = {
-        "ssh": {
-            "user": cluster.user,
-            "key": str(cluster.folder / "key"),
-            "options": [f"UserKnownHostsFile={cluster.folder}/known_hosts"],
-        },
-        "python": sys.executable,
-        "hosts": hosts,
-        "settings": {
-            "model": {"model_path": model, "dtype": "float32"},
-            "cluster": {"threads": 1},
-            "cache": {"num_blocks": 64},
-        },
-    }
-    text = yaml.safe_dump(inventory | fields)
-    (cluster.folder / "cluster.yaml").write_text(text)
-
-
-def ok(cluster: Cluster, *words: str) -> str:
-    done = cluster.deploy(*words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def fails(cluster: Cluster, *words: str) -> str:
-    """Its whole output, which has no traceback."""
-    done = cluster.deploy(*words)
-    said = done.stdout + done.stderr
-    assert done.returncode not in (0, 130, 143), said
-    assert "Traceback" not in said
-    return said
-
-
-def processes(cluster: Cluster) -> list[str]:
-    """Of the services, on all hosts."""
-    found = []
-    for machine in cluster.machines:
-        for pid in machine.pids():
-            try:
-                environ = Path(f"/proc/{pid}/environ").read_bytes()
-            except OSError:
-                continue
-            if b"CLOVER_SERVICE=" in environ:
-                found.append(f"{machine.address}:{pid}")
-    return found
-
-
 # -- what is wrong with a host is told in a line, and harms no other
-
-
-def line_of(said: str, name: str) -> str:
-    return next(line for line in said.splitlines() if f"FAIL {name}:" in line)
 
 
 def test_a_wrong_key(cluster: Cluster) -> None:

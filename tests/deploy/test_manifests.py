@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -32,6 +33,31 @@ def test_shell_scripts() -> None:
 def test_kubernetes_objects() -> None:
     told = checked(TOOLS / "kubernetes-validate", "deploy/k8s/raycluster.yaml")
     assert "passed for resource service/clover" in told
+    told = checked(TOOLS / "kubernetes-validate", "deploy/k8s/vllm.yaml")
+    assert told.count("passed for resource") == 5
+
+
+def test_the_pods_of_vllm_fit_each_other() -> None:
+    """What they are started with is what our commands take, and the connectors are met where the
+    nodes say."""
+    from cloverinfer.cli import parser
+
+    pods = {}
+    for one in yaml.safe_load_all((ROOT / "deploy/k8s/vllm.yaml").read_text()):
+        if one["kind"] == "Deployment":
+            containers = one["spec"]["template"]["spec"]["containers"]
+            pods[one["metadata"]["name"]] = {box["name"]: box["args"] for box in containers}
+    parser.parse(pods["clover-orchestrator"]["orchestrator"])
+    for name, role in (("clover-prefill", "kv_producer"), ("clover-decode", "kv_consumer")):
+        node = parser.parse([word.replace("$(POD_IP)", "192.0.2.1") for word in pods[name]["node"]])
+        told = next(word for word in pods[name]["vllm"] if word.startswith("--kv-transfer-config"))
+        connector = json.loads(told.partition("=")[2])
+        place = connector["kv_connector_extra_config"]
+        assert connector["kv_role"] == role
+        assert name == f"clover-{node.role}"
+        assert f"--port={node.url.rpartition(':')[2]}" in pods[name]["vllm"]
+        if role == "kv_consumer":
+            assert node.kv_address == f"192.0.2.1:{place['kv_port']}"
 
 
 def test_the_ray_cluster_of_kuberay_has_room_for_every_role() -> None:

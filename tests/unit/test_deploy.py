@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,8 @@ import pytest
 
 from cloverinfer.cli import main
 from cloverinfer.core.errors import ConfigError
-from cloverinfer.deploy import native, packages, services
+from cloverinfer.deploy import fleet as fleet_module
+from cloverinfer.deploy import lifecycle, native, packages, services, vllm
 from cloverinfer.deploy.fleet import Fleet, FleetError
 from cloverinfer.deploy.inventory import Inventory, load_inventory
 from cloverinfer.deploy.remote import HostError, Remote, explain
@@ -52,7 +55,7 @@ def test_room_is_the_sum_over_hosts(tmp_path: Path) -> None:
         ("hosts: []", "at least one"),
         ("", "Expected `object`"),
         ("hosts: [{name: a, address: 192.0.2.1, rolls: []}]", "unknown field `rolls`"),
-        ("hosts: [{name: a, address: 192.0.2.1, roles: [pre]}]", "the role 'pre'; known are"),
+        ("hosts: [{name: a, address: 192.0.2.1, roles: [pre]}]", "the role 'pre'; known in mode"),
         ("hosts: [{name: a b, address: 192.0.2.1}]", "plain name"),
         ("hosts: [{name: a, address: -oProxyCommand=x}]", "plain name and an address"),
         ("hosts: [{name: a, address: h}, {name: a, address: i}]", "two hosts have the name 'a'"),
@@ -63,6 +66,15 @@ def test_room_is_the_sum_over_hosts(tmp_path: Path) -> None:
         ("hosts: [{name: a, address: h}]\nray_port: 8000", "must differ, both are 8000"),
         ("hosts: [{name: a, address: h}]\nstart_timeout: -1", "start_timeout must be above 0"),
         ("hosts: [{name: a, address: h}]\nenvironment: {'a;b': c}", "'a;b' is no name of a"),
+        (
+            "hosts: [{name: a, address: h, roles: [dense]}]\nmode: vllm",
+            "known in mode vllm are pre",
+        ),
+        ("hosts: [{name: a, address: h}]\nvllm: {port: 0}", "vllm.port must be from 1 to 65535"),
+        (
+            "hosts: [{name: a, address: h}]\nvllm: {connector: {secret: s}}",
+            "secret is set by deploy",
+        ),
         ("hosts: [{name: a, address: h}]\nsettings: {modell: {}}", "settings: unknown section"),
         ("hosts: [{name: a, address: h}]\nsettings: {model: {dtype: int3}}", "model.dtype must be"),
     ],
@@ -87,13 +99,19 @@ def test_familiar_names_become_settings_and_the_rest_environment(tmp_path: Path)
         "cache": {"gpu_memory_utilization": 0.5},
     }
     assert inventory.environment == {"HF_HOME": "/data"}
-    assert inventory.gpu_memory_utilization == 0.5
+
+
+def test_the_share_of_a_gpu_is_a_setting_and_the_env_file_wins(tmp_path: Path) -> None:
+    text = GOOD + "gpu_memory_utilization: 0.7\n"
+    assert load(tmp_path, text).settings["cache"] == {"gpu_memory_utilization": 0.7}
+    inventory = load(tmp_path, text, "GPU_MEMORY_UTILIZATION=0.5\n")
+    assert inventory.settings["cache"] == {"gpu_memory_utilization": 0.5}
 
 
 @pytest.mark.parametrize(
     ("env", "told"),
     [
-        ("MODEL_NAME", r"\.env:1: must be NAME=value"),
+        ("MODEL_NAME", r"\.env:1: must be NAME=value, without spaces around =$"),
         ("A=1\nB = 2", r"\.env:2: must be NAME=value"),
         ("A='1", r"\.env:1: No closing quotation"),
         ("GPU_MEMORY_UTILIZATION=90", "above 0, at most 1"),
@@ -118,6 +136,9 @@ def test_an_env_file_that_is_no_text_is_told(tmp_path: Path) -> None:
         (255, "clv@h: Permission denied (publickey).", "refuses the key"),
         (255, "ssh: connect to host h port 22: Connection refused", "nothing listens"),
         (255, "ssh: connect to host h port 22: Connection timed out", "does not answer"),
+        (255, "Warning: Identity file k not accessible\nPermission denied.", "correct its path"),
+        (1, "ERROR: c-cp311.whl is not a supported wheel on this platform.", "does not fit"),
+        (1, "ModuleNotFoundError: No module named 'cloverinfer'", "run deploy push"),
         (255, "client_loop: send disconnect: Broken pipe", "run the command again"),
         (3, "noise\nclover: the reason\n", "the reason"),
         (1, "OSError: [Errno 28] No space left on device", "its disk is full"),
@@ -144,6 +165,22 @@ def test_one_host_fails_and_the_others_go_on(tmp_path: Path) -> None:
     assert "ok   other: done" in out.getvalue()
 
 
+def test_hosts_that_take_long_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "PROGRESS_SECONDS", 0.01)
+    out = io.StringIO()
+    fleet = Fleet(load(tmp_path, GOOD), tmp_path / "logs", out=out)
+    told = threading.Event()
+
+    def step(remote: Remote) -> str:
+        if remote.host.name == "other":
+            wait_for(lambda: "waiting for other (" in out.getvalue())
+            told.set()
+        return "done"
+
+    fleet.on_all("try", step)
+    assert told.is_set()
+
+
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
 def test_what_a_signal_breaks_off_is_stopped_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: type[BaseException]
@@ -155,7 +192,7 @@ def test_what_a_signal_breaks_off_is_stopped_again(
     fleet = Fleet(load(tmp_path, GOOD), tmp_path / "logs", dry_run=True, out=io.StringIO())
     with pytest.raises(end):
         native.run(fleet, {"prefill": 1, "dense": 1, "attention": 1})
-    assert "== stop the server" in fleet.out.getvalue()  # type: ignore[attr-defined]
+    assert "== stop the entry" in fleet.out.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_folder_of_logs_that_cannot_be_made_is_told(
@@ -165,6 +202,75 @@ def test_a_folder_of_logs_that_cannot_be_made_is_told(
     file = str(tmp_path / "cluster.yaml")
     assert main(["deploy", "status", "--inventory", file, "--logs", f"{file}/logs"]) == 2
     assert "--logs: cannot make" in capsys.readouterr().err
+
+
+VLLM = """
+mode: vllm
+hosts:
+  - {name: gate, address: 192.0.2.1, roles: [prefill, prefill]}
+  - {name: other, address: 'fd00::2', roles: [decode, prefill]}
+gpu_memory_utilization: 0.5
+vllm: {options: [--enforce-eager], connector: {transport: tcp}}
+settings:
+  model: {model_path: /models/m, max_model_len: 512}
+  server: {served_model_name: m}
+"""
+
+
+def test_instances_are_spread_over_hosts_with_ports_of_their_own(tmp_path: Path) -> None:
+    inventory = load(tmp_path, VLLM)
+    found = vllm.placed(inventory, {"prefill": 3, "decode": 1})
+    told = [(one.host.name, one.role, one.service, one.port, one.kv_port) for one in found]
+    assert told == [
+        ("gate", "prefill", "vllm-0", 8100, 14579),
+        ("other", "prefill", "vllm-0", 8100, 14579),
+        ("gate", "prefill", "vllm-1", 8101, 14679),
+        ("other", "decode", "vllm-1", 8101, 14679),
+    ]
+    with pytest.raises(ConfigError, match="room for 1 decode instances, not 2: give more hosts"):
+        vllm.placed(inventory, {"prefill": 1, "decode": 2})
+    with pytest.raises(ConfigError, match="1 or more, not 0"):
+        vllm.placed(inventory, {"prefill": 0, "decode": 1})
+
+
+def test_an_instance_is_started_with_the_connector_and_announced(tmp_path: Path) -> None:
+    *_, decode = vllm.placed(load(tmp_path, VLLM), {"prefill": 1, "decode": 1})
+    command = vllm.vllm_command(decode)
+    assert command[:4] == ["venv/bin/vllm", "serve", "/models/m", "--host"]
+    assert json.loads(command[command.index("--kv-transfer-config") + 1]) == {
+        "kv_connector": "RDMAConnector",
+        "kv_connector_module_path": "cloverinfer.integrations.vllm",
+        "kv_role": "kv_consumer",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"kv_host": "fd00::2", "kv_port": 14579, "transport": "tcp"},
+    }
+    text = "--max-model-len 512 --gpu-memory-utilization 0.5 --served-model-name m --enforce-eager"
+    assert " ".join(command).endswith(text)
+    node = " ".join(vllm.node_command(decode))
+    assert "--url http://[fd00::2]:8100 --role decode" in node
+    assert "--orchestrator http://192.0.2.1:8000 --kv-address [fd00::2]:14579" in node
+
+
+def test_settings_that_mode_vllm_would_ignore_are_refused(tmp_path: Path) -> None:
+    vllm.check_settings(load(tmp_path, VLLM))
+    more = VLLM + "  cache: {num_blocks: 64}\n"
+    with pytest.raises(ConfigError, match=r"cache\.num_blocks changes nothing in mode vllm"):
+        vllm.check_settings(load(tmp_path, more))
+    with pytest.raises(ConfigError, match="set MODEL_NAME"):
+        vllm.check_settings(load(tmp_path, VLLM.partition("settings:")[0]))
+
+
+def test_other_settings_are_another_plan_and_secrets_stand_in_none(tmp_path: Path) -> None:
+    inventory = load(tmp_path, GOOD, "CLOVER_SERVER_API_KEY=hush\n")
+    plans = []
+    for one in (inventory, load(tmp_path, GOOD)):
+        fleet = Fleet(one, tmp_path / "logs", dry_run=True, out=io.StringIO())
+        start = plans.append
+        lifecycle.begin(fleet, {"prefill": 1}, lambda *_: "", start, lambda *_: "")
+        assert "hush" not in fleet.out.getvalue()  # type: ignore[attr-defined]
+    assert plans[0] != plans[1]
+    assert "hush" not in plans[0]
+    assert {lifecycle.counts_of(plan) for plan in plans} == {"prefill 1"}
 
 
 def test_every_package_of_the_environment_is_pinned() -> None:
@@ -184,6 +290,16 @@ def test_a_wheel_that_takes_too_long_is_not_waited_for(
         packages.wheel(None, tmp_path)
 
 
+def test_a_dry_run_does_not_say_that_it_is_ready(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load(tmp_path, GOOD)
+    files = ["--inventory", str(tmp_path / "cluster.yaml")]
+    assert main(["deploy", "run", "1", "1", "1", "--dry-run", *files]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == "# a dry run: these are the commands, nothing was started"
+
+
 def test_a_service_runs_once_is_found_and_ends_with_its_children(tmp_path: Path) -> None:
     def sh(script: str) -> str:
         text = f'set -eu\nfail() {{ echo "clover: $*" >&2; exit 3; }}\n{script}'
@@ -199,11 +315,11 @@ def test_a_service_runs_once_is_found_and_ends_with_its_children(tmp_path: Path)
     try:
         assert "one started" in sh(services.start("one", sleeper))
         assert "one runs already" in sh(services.start("one", sleeper))
-        wait_for(lambda: sh(services.running(["one", "two"])) == "one 3\ntwo 0\n")
+        wait_for(lambda: sh(services.running()).split() == ["3", "one"])
         assert (tmp_path / "log/one.log").read_text() == "deep green\n"
     finally:
-        assert sh(services.stop(["two", "one"])) == "one ended\n"
-    assert sh(services.running(["one"])) == "one 0\n"
+        assert sh(services.stop(["two-*", "o*"])) == "one ended\n"
+    assert sh(services.running()) == ""
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

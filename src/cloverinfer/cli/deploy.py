@@ -28,10 +28,12 @@ def add(commands: Any) -> None:
         parser.set_defaults(command=run, parser=parser, verb=verb)
         _add_common(parser)
         if name == "run":
-            parser.add_argument("prefill", type=int, metavar="P", help="prefill nodes")
-            text = "dense nodes; without A: decode nodes, which hold attention too"
+            text = "prefill nodes, in mode vllm instances"
+            parser.add_argument("prefill", type=int, metavar="P", help=text)
+            text = "dense nodes; without A: decode nodes, which hold attention too, in mode vllm "
+            text += "decode instances"
             parser.add_argument("dense", type=int, metavar="D", help=text)
-            text = "attention nodes"
+            text = "attention nodes; not in mode vllm"
             parser.add_argument("attention", type=int, metavar="A", nargs="?", help=text)
         elif name == "logs":
             text = "lines of each log (default: 20)"
@@ -99,28 +101,31 @@ def _push(fleet: Any, args: argparse.Namespace) -> None:
 
 
 def _run(fleet: Any, args: argparse.Namespace) -> None:
-    from ..deploy import native
+    from ..deploy import native, vllm
 
     if args.hosts is not None:
         raise ConfigError("deploy run needs all hosts of the inventory: leave --hosts out")
-    if fleet.inventory.mode != "native":
-        raise ConfigError(f"mode {fleet.inventory.mode} cannot be run yet: use mode native")
     counts = {"prefill": args.prefill, "decode": args.dense}
+    if fleet.inventory.mode == "vllm":
+        if args.attention is not None:
+            raise ConfigError("in mode vllm there are no attention nodes: give P and D alone")
+        vllm.run(fleet, counts)
+        return
     if args.attention is not None:
         counts = {"prefill": args.prefill, "dense": args.dense, "attention": args.attention}
     native.run(fleet, counts)
 
 
 def _stop(fleet: Any, args: argparse.Namespace) -> None:
-    from ..deploy import native
+    from ..deploy import lifecycle
 
-    native.stop(fleet)
+    lifecycle.stop(fleet)
 
 
 def _status(fleet: Any, args: argparse.Namespace) -> None:
-    from ..deploy import native
+    from ..deploy import lifecycle
 
-    native.status(fleet)
+    lifecycle.status(fleet)
 
 
 def _logs(fleet: Any, args: argparse.Namespace) -> None:
@@ -138,7 +143,11 @@ def _verify(fleet: Any, args: argparse.Namespace) -> None:
 _VERBS: dict[str, tuple[str, Callable[[Any, argparse.Namespace], None]]] = {
     "install": ("make an environment with all that the package needs on every host", _install),
     "push": ("put this version of the package on every host", _push),
-    "run": ("start P prefill, D dense and A attention nodes, and prove that they work", _run),
+    "run": (
+        "start P prefill, D dense and A attention nodes (mode vllm: P prefill and D decode "
+        "instances), and prove that they work",
+        _run,
+    ),
     "stop": ("end all that runs on the hosts", _stop),
     "status": ("show versions and what runs on every host", _status),
     "logs": ("show the ends of the services' logs of every host", _logs),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -16,6 +16,8 @@ from .inventory import Host, Inventory
 from .remote import HostError, Remote
 
 MOST_AT_ONCE = 32
+PROGRESS_SECONDS = 15.0
+"""After which, and every so often, it is said which hosts a step still waits for."""
 Step = Callable[[Remote], str]
 """What is done on one host; returns what to say of it, raises ``HostError``."""
 
@@ -58,14 +60,23 @@ class Fleet:
                 self.say(f"  {mark} {host.name}: {text} ({seconds:.1f} s)")
 
         with ThreadPoolExecutor(min(MOST_AT_ONCE, len(chosen))) as pool:
-            for done in [pool.submit(one, host) for host in chosen]:
-                done.result()
+            self._await({pool.submit(one, host): host.name for host in chosen})
         if failed:
             names = ", ".join(failed)
             raise FleetError(
                 f"{title} failed on {names}; the other hosts are unharmed; logs are in {self.logs}"
             )
         return said
+
+    def _await(self, steps: Mapping[Future[None], str]) -> None:
+        begun, waiting = time.monotonic(), set(steps)
+        while waiting:
+            ended, waiting = wait(waiting, PROGRESS_SECONDS, FIRST_COMPLETED)
+            for step in ended:
+                step.result()
+            if waiting and not ended:
+                names = ", ".join(sorted(steps[step] for step in waiting))
+                self.say(f"  ...  waiting for {names} ({time.monotonic() - begun:.0f} s)")
 
     def on_head(self, title: str, step: Step) -> str:
         head = self.inventory.head

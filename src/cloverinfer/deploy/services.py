@@ -12,26 +12,41 @@ STOP_SECONDS = 30
 ENV_FILE = "run/env"
 """What every service's environment is read from; it may hold secrets."""
 
+_KEEP = "SPT_NOENV=1"
+"""Keeps programs that give themselves a title (vLLM's engine) from writing it over the mark."""
+
 _FIND = r"""
-pids() { # of a service and all that it has started
-  grep -lzxF "CLOVER_SERVICE=$PWD/$1" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3 || true
+pids() { # of services and all that they have started
+  for service in "$@"; do
+    grep -lzxF "CLOVER_SERVICE=$PWD/$service" /proc/[0-9]*/environ 2>/dev/null || true
+  done | cut -d/ -f3
+}
+services() { # a line for each that runs: how many processes, and its name
+  grep -zhF "CLOVER_SERVICE=$PWD/" /proc/[0-9]*/environ 2>/dev/null | tr '\0' '\n' \
+    | sed 's|.*/||' | sort | uniq -c
+}
+named() { # of the services that run, those with such names
+  services | while read -r _ name; do
+    case $name in $1) echo "$name";; esac
+  done
 }
 """
 _STOP = f"""{_FIND}
-end() {{
-  found=$(pids "$1")
+end() {{ # all services with such names, side by side
+  ending=$(named "$1" | tr '\\n' ' ')
+  found=$(pids $ending)
   [ -n "$found" ] || return 0
   for signal in TERM KILL; do
     kill -s "$signal" $found 2>/dev/null || true
     turn=0
     while [ $turn -lt {STOP_SECONDS * 5} ]; do
-      found=$(pids "$1")
-      [ -n "$found" ] || {{ echo "$1 ended"; return 0; }}
+      found=$(pids $ending)
+      [ -n "$found" ] || {{ for name in $ending; do echo "$name ended"; done; return 0; }}
       turn=$((turn + 1))
       sleep 0.2
     done
   done
-  fail "$1 does not end: processes" $found
+  fail "$ending do not end: processes" $found
 }}
 """
 
@@ -45,23 +60,28 @@ else
   mkdir -p log run
   [ -e {ENV_FILE} ] || : > {ENV_FILE}
   {before or ":"}
-  CLOVER_SERVICE="$PWD/{name}" setsid nohup sh -c 'set -a; . ./{ENV_FILE}; exec "$@"' sh \\
-    {shlex.join(command)} > log/{name}.log 2>&1 < /dev/null &
+  {_KEEP} CLOVER_SERVICE="$PWD/{name}" setsid nohup \\
+    sh -c 'set -a; . ./{ENV_FILE}; exec "$@"' sh {shlex.join(command)} \\
+    > log/{name}.log 2>&1 < /dev/null &
   echo "{name} started"
 fi
 """
 
 
-def stop(names: Sequence[str], after: str = "") -> str:
-    """Ends the services, in this order, and then runs ``after``."""
-    ends = "\n".join(f"end {name}" for name in names)
+def stop(patterns: Sequence[str], after: str = "") -> str:
+    """Ends the services with names of each pattern (``vllm-*``) in turn, then runs ``after``."""
+    ends = "\n".join(f"end {shlex.quote(pattern)}" for pattern in patterns)
     return f"{_STOP}\n{ends}\n{after}\n"
 
 
-def running(names: Sequence[str]) -> str:
-    """Prints a line for each: its name and how many processes it has."""
-    lines = "\n".join(f'echo "{name} $(pids {name} | wc -l)"' for name in names)
-    return f"{_FIND}\n{lines}\n"
+def running() -> str:
+    """Prints a line for each service that runs: how many processes it has, and its name."""
+    return f"{_FIND}\nservices\n"
+
+
+def names_of(listing: str) -> list[str]:
+    """Of the services in what ``running`` printed."""
+    return [line.split()[1] for line in listing.splitlines() if line.strip()]
 
 
 def must_run(name: str) -> str:

@@ -6,15 +6,20 @@ import shlex
 import time
 from pathlib import Path
 
+from . import services
 from .fleet import Fleet
 from .inventory import Inventory
-from .packages import pins, wheel
+from .packages import needs, pins, wheel
 from .remote import HostError, Remote
 
 PYTHON = "venv/bin/python"
+PLAN = "run/plan"
+"""File with what runs. push takes it away, so that run does not take an older version for its own.
+"""
 LEAST_FREE_MIB = 500
 """Free space in the folder below which nothing is begun."""
 INSTALL_SECONDS = 3600.0
+_OLDER = "the version before still runs, until deploy stop and run"
 MOST_SKEW = 1.0
 """Seconds that a host's clock may differ from this one's before it is told."""
 
@@ -26,8 +31,10 @@ def in_folder(inventory: Inventory, script: str) -> str:
 
 
 def install(fleet: Fleet) -> None:
-    """A virtual environment with all that the package needs, on every host."""
-    requirements = pins()
+    """A virtual environment with all that the package needs, on every host, and in mode vllm with
+    vLLM, which pins what both need."""
+    given = fleet.inventory.vllm.packages if fleet.inventory.mode == "vllm" else ()
+    requirements = "".join(f"{name}\n" for name in given) + needs() if given else pins()
 
     def one(remote: Remote) -> str:
         inventory = fleet.inventory
@@ -36,7 +43,8 @@ def install(fleet: Fleet) -> None:
         options = " ".join(map(shlex.quote, inventory.pip_options))
         pip = f"{PYTHON} -m pip --disable-pip-version-check install --quiet {options}"
         remote.run(in_folder(inventory, f"{pip} -r requirements.txt\n"), INSTALL_SECONDS)
-        return f"Python {version.strip()}, {requirements.count('==')} packages"
+        extra = f", {', '.join(given)}" if given else ""
+        return f"Python {version.strip()}, {requirements.count(chr(10))} requirements{extra}"
 
     fleet.on_all("install", one)
 
@@ -55,7 +63,14 @@ cd {folder}
 free=$(df -Pm . | tail -n 1 | tr -s ' ' | cut -d' ' -f4)
 [ "$free" -ge {LEAST_FREE_MIB} ] || fail "only $free MiB are free in $PWD: {LEAST_FREE_MIB} are \\
 needed at least; make room, or set folder to another disk"
-[ -x {PYTHON} ] || {python} -m venv venv
+if [ -x {PYTHON} ]; then
+  minor=${{version%.*}}
+  had=$({PYTHON} -c 'import platform; print(platform.python_version().rpartition(".")[0])') || had=
+  [ "$had" = "$minor" ] || fail "the environment in $PWD has Python ${{had:-that does not run}}, \
+not $minor: run deploy stop, remove $PWD/venv, and install again"
+fi
+# pip comes last: one that is not there was left by an install that was broken off.
+{PYTHON} -c 'import pip' 2> /dev/null || {python} -m venv venv
 echo "$version"
 """
 
@@ -77,9 +92,13 @@ def push(fleet: Fleet, work: Path) -> None:
         remote.put(data, f"{folder}/{file.name}")
         name = shlex.quote(file.name)
         pip = f"{PYTHON} -m pip --disable-pip-version-check install --quiet --no-deps"
-        script = f"{pip} --force-reinstall ./{name}\nrm -f ./{name}\n"
+        script = f"rm -f {PLAN}\n{pip} --force-reinstall ./{name}\nrm -f ./{name}\n"
         script += f"{PYTHON} -c 'import cloverinfer; print(cloverinfer.__version__)'\n"
-        return f"cloverinfer {remote.run(in_folder(fleet.inventory, script), 600.0).strip()}"
+        script += services.running()
+        said = remote.run(in_folder(fleet.inventory, script), 600.0)
+        version, _, listing = said.partition("\n")
+        runs = ", ".join(services.names_of(listing))
+        return f"cloverinfer {version}" + (f"; {runs}: {_OLDER}" if runs else "")
 
     fleet.on_all("push", one)
 
