@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""``vllm serve`` of a host in tests: as much of vLLM's surface as deploy, nodes and the
+"""vLLM's server on a host in tests: as much of vLLM's surface as deploy, nodes and the
 orchestrator meet. A decode instance answers once a prefill instance has called at its connector's
 place, which costs no model.
 
@@ -117,14 +116,13 @@ class Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="vllm")
-    serve = parser.add_subparsers(required=True).add_parser("serve")
-    serve.add_argument("model")
-    serve.add_argument("--host", required=True)
-    serve.add_argument("--port", type=int, required=True)
-    serve.add_argument("--kv-transfer-config", required=True)
-    serve.add_argument("--served-model-name")
-    serve.add_argument("--dtype")
-    serve.add_argument("--fails", action="store_true")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--kv-transfer-config", required=True)
+    parser.add_argument("--served-model-name")
+    parser.add_argument("--dtype")
+    parser.add_argument("--fails", action="store_true")
     args = parser.parse_args()
     if args.fails:
         raise SystemExit("RuntimeError: Engine core initialization failed")

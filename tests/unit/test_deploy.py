@@ -236,7 +236,8 @@ def test_instances_are_spread_over_hosts_with_ports_of_their_own(tmp_path: Path)
 def test_an_instance_is_started_with_the_connector_and_announced(tmp_path: Path) -> None:
     *_, decode = vllm.placed(load(tmp_path, VLLM), {"prefill": 1, "decode": 1})
     command = vllm.vllm_command(decode)
-    assert command[:4] == ["venv/bin/vllm", "serve", "/models/m", "--host"]
+    assert command[:3] == ["venv/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert command[3:7] == ["--model", "/models/m", "--host", "fd00::2"]
     assert json.loads(command[command.index("--kv-transfer-config") + 1]) == {
         "kv_connector": "RDMAConnector",
         "kv_connector_module_path": "cloverinfer.integrations.vllm",

@@ -71,7 +71,7 @@ class Vllm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kv_port: int = 14579
     """Where a host's first connector is met; the others' are ``KV_PORTS`` apart."""
     options: list[str] = []
-    """More words of ``vllm serve``: ``--enforce-eager``."""
+    """More words for vLLM's server: ``--enforce-eager``."""
     connector: dict[str, Any] = {}
     """More of the connector's settings: ``transport: tcp``."""
 

@@ -27,7 +27,7 @@ ON_HOST = f"{PYTHON} -m cloverinfer.deploy.on_host"
 RAY_FOLDER = "run/ray-folder"
 """File with the name of Ray's folder of this run."""
 _CONFIG = "run/config.yaml"
-_STOP_LIMIT = 2.0 * services.STOP_SECONDS * len(OTHERS) + 60.0
+_STOP_LIMIT = 2.0 * services.STOP_SECONDS * (len(ENTRIES) + len(OTHERS)) + 60.0
 """Seconds for services that each ignore TERM, and for the looks at what is left."""
 Look = Callable[[Fleet, Remote], str]
 """What is done on one host; returns what to say of it."""

@@ -61,7 +61,8 @@ def check_vllm(version: str) -> None:
             return
         except importlib.metadata.PackageNotFoundError:
             continue
-    fail("vLLM's environment has a command vllm, and no package of that name: install vLLM there")
+    fail(f"there is no vLLM in its environment {sys.prefix}: run deploy install with "
+         "vllm.packages, or name one that has it by vllm.venv")  # fmt: skip
 
 
 def _check_port(address: str, port: int) -> None:

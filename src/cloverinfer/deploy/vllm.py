@@ -25,6 +25,7 @@ from .lifecycle import ON_HOST, ORCHESTRATOR
 from .remote import Remote
 from .setup import PYTHON, in_folder
 
+SERVER = "vllm.entrypoints.openai.api_server"
 CONNECTOR_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _FLAGS = {
     ("model", "dtype"): "--dtype",
@@ -148,15 +149,14 @@ def _check(fleet: Fleet, remote: Remote, instances: list[Instance]) -> str:
 
 def _check_vllm(inventory: Inventory) -> str:
     """vLLM is there with this package beside it, and so is the model."""
-    venv = inventory.vllm.venv
+    venv, python = inventory.vllm.venv, shlex.quote(_python(inventory))
     model = inventory.settings["model"]["model_path"]
     script = f"""
-[ -x {shlex.quote(f"{venv}/bin/vllm")} ] || fail "there is no vLLM in its environment {venv}: \\
-run deploy install with vllm.packages, or name one that has it by vllm.venv"
-{shlex.quote(f"{venv}/bin/python")} -c 'import cloverinfer' 2> /dev/null \\
+[ -x {python} ] || fail "there is no environment {venv}: correct vllm.venv"
+{python} -c 'import cloverinfer' 2> /dev/null \\
   || fail "vLLM's environment {venv} has no cloverinfer: run deploy push, or install \\
 its wheel there"
-{shlex.quote(f"{venv}/bin/python")} -m cloverinfer.deploy.on_host check-vllm {__version__}
+{python} -m cloverinfer.deploy.on_host check-vllm {__version__}
 """
     if model.startswith(("/", ".", "~")):
         script += f'[ -e {shlex.quote(model)} ] || fail "there is no model "{shlex.quote(model)}\n'
@@ -204,14 +204,19 @@ def vllm_command(one: Instance) -> list[str]:
     """What starts an instance."""
     inventory = one.inventory
     settings = inventory.settings
-    command = [str(PurePosixPath(inventory.vllm.venv) / "bin" / "vllm"), "serve"]
-    command += [settings["model"]["model_path"], "--host", one.host.address]
+    # Not `vllm serve`, which vLLM's builds for CPUs do not start: they have another name.
+    command = [_python(inventory), "-m", SERVER]
+    command += ["--model", settings["model"]["model_path"], "--host", one.host.address]
     command += ["--port", str(one.port), "--kv-transfer-config", json.dumps(_connector(one))]
     for (section, name), flag in _FLAGS.items():
         value = settings.get(section, {}).get(name)
         if value is not None:
             command += [flag, *map(str, value if isinstance(value, (list, tuple)) else [value])]
     return [*command, *inventory.vllm.options]
+
+
+def _python(inventory: Inventory) -> str:
+    return str(PurePosixPath(inventory.vllm.venv) / "bin" / "python")
 
 
 def _connector(one: Instance) -> dict[str, Any]:
