@@ -159,7 +159,6 @@ def test_an_fp8_cache_is_close_to_the_models_own_type(tiny: Tiny) -> None:
                     "fp8": "float8_e4m3",
                 }[stored]
             )
-            # Chunks are attended over as they are stored; fresh prompts of 300 are not quantised.
             answer = llm.generate([cases[8].prompt], params)[0]
             scores.append([one.logprob for one in answer.prompt_logprobs[1:]])
     own, fp8 = torch.tensor(scores)

@@ -81,6 +81,17 @@ def resolve(path: Path, **fields: Any) -> Any:
     return resolve_model(ModelConfig(model_path=str(path), dtype="float32", **fields))
 
 
+def logits_on(device: torch.device, model: Any) -> torch.Tensor:
+    """Of a step on a device, where graphs that make tensors must make them too."""
+    half, carry, out = load_half(model, device=device), None, None
+    tokens = torch.zeros(5, dtype=torch.int64, device=device)
+    for i in range(half.num_layers + 1):
+        q, _, v, carry = half.stage(i, out, carry, tokens, tokens)
+        if q is not None:
+            out = torch.empty((5, q.shape[1], v.shape[2]), device=device)
+    return half.logits(carry)
+
+
 def test_a_model_is_compiled_once_and_stages_share_graphs(folder: Path) -> None:
     said: list[str] = []
     config = ModelConfig(model_path=str(folder), dtype="float32")
@@ -93,6 +104,7 @@ def test_a_model_is_compiled_once_and_stages_share_graphs(folder: Path) -> None:
     half = load_half(model)
     assert half.num_layers == 2
     assert half.weight_bytes > 0
+    assert logits_on(torch.device("meta"), model).device.type == "meta"
     assert resolve(folder, seed=1, load_format="dummy").fingerprint != model.fingerprint
 
 
