@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from itertools import chain
 
 import msgspec
@@ -18,6 +20,7 @@ from cloverinfer.models.weights import DummySource
 from cloverinfer.nodes import largest_step
 from cloverinfer.nodes.batch_copy import ALIGNMENT, BatchCopier, offsets_of
 from cloverinfer.nodes.config import NodeConfig
+from cloverinfer.nodes.gpu import NodeDevice
 from cloverinfer.nodes.largest_step import blocks_of, lengths_of, run_largest_step
 from cloverinfer.nodes.memory import MemoryUse, graph_reserve, out_of_memory, pool_budget
 from cloverinfer.nodes.rows import RowTable
@@ -250,3 +253,81 @@ def test_dummy_weights_do_not_depend_on_how_they_are_drawn(monkeypatch) -> None:
     assert not torch.equal(DummySource(4).load("a.weight", (300, 64)), first)
     other = DummySource(3).load("b.weight", (300, 64))
     assert abs(torch.corrcoef(torch.stack((first.flatten(), other.flatten())))[0, 1]) < 0.05
+
+
+# -- a device that is not there
+
+
+class FakeCuda:
+    """What ``NodeDevice`` asks of torch.cuda."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fails = False
+        self.emptied = 0
+        for name, fake in {
+            "Stream": lambda device: "stream",
+            "device": lambda device: contextlib.nullcontext(),
+            "stream": lambda stream: contextlib.nullcontext(),
+            "synchronize": self.synchronize,
+            "empty_cache": self.empty_cache,
+            "mem_get_info": lambda device: (2 * GIB, 80 * GIB),
+            "memory_reserved": lambda device: 30 * GIB,
+            "memory_allocated": lambda device: 29 * GIB,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def synchronize(self, device: object = None) -> None:
+        if self.fails:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+def test_on_the_cpu_there_is_nothing_to_explain() -> None:
+    device = NodeDevice("cpu")
+    problem = ValueError("a row")
+    assert device.explained(problem) is problem
+    with device.computing(), device.starting():
+        assert device.allocated() == 0
+
+
+def test_a_step_out_of_memory_is_explained_and_a_broken_device_is_an_end(cuda: FakeCuda) -> None:
+    device = NodeDevice("cuda:0")
+    told = device.explained(torch.cuda.OutOfMemoryError("out of memory"))
+    assert "cuda:0 has too little memory for a step: 2.00 of 80.00 GiB are free" in str(told)
+    assert cuda.emptied == 1
+    problem = ValueError("a row")
+    assert device.explained(problem) is problem
+    cuda.fails = True
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        device.explained(problem)
+
+
+def test_loading_that_finds_too_little_is_a_matter_of_configuration(cuda: FakeCuda) -> None:
+    device = NodeDevice("cuda:0")
+    with (
+        pytest.raises(ConfigError, match=r"too little memory for the weights: .*48.00 GiB others'"),
+        device.taking_memory("the weights"),
+    ):
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+
+def test_nodes_of_a_process_load_one_after_the_other(cuda: FakeCuda, monkeypatch) -> None:
+    entered = threading.Event()
+
+    def start() -> None:
+        with NodeDevice("cuda:0").starting():
+            entered.set()
+
+    with NodeDevice("cuda:0").starting():
+        other = threading.Thread(target=start)
+        other.start()
+        assert not entered.wait(0.05)
+    other.join(10)
+    assert entered.is_set()

@@ -42,6 +42,7 @@ from ..wire.notices import MAX_LAYERS
 from .config import PREFILL, NodeConfig
 from .gate import Gate, OpenGate
 from .gpu import NodeDevice
+from .gpu_pool import CALL_BYTES, gpu_pool_budget
 from .grammars import GrammarWorker
 from .stored import stored_dtype
 
@@ -307,7 +308,14 @@ class Node(ABC):
 
     def pool_budget(self) -> float:
         """Bytes that the pool may take."""
-        return (self.config.cache.memory_gib or HOST_POOL_GIB) * 2**30
+        given = self.config.cache.memory_gib
+        if self.device.on_gpu and given is None:
+            return gpu_pool_budget(self.device, self.config, self.specs, *self.memory_taken())
+        return (given or HOST_POOL_GIB) * 2**30
+
+    def memory_taken(self) -> tuple[int, int]:
+        """Bytes of a GPU's memory that the node's weights hold, and that its largest step takes."""
+        return 0, CALL_BYTES
 
     def make_layout(self) -> PoolLayout:
         """The pool that the cache's configuration asks for: never larger than can be used."""

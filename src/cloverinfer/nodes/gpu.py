@@ -5,6 +5,7 @@ On the CPU nothing here does anything. What can be said in numbers is said by ``
 
 from __future__ import annotations
 
+import gc
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,6 +20,14 @@ START_TIMEOUT = 1800.0
 """Seconds to wait for other nodes of this process that load onto a GPU."""
 _STARTING = threading.RLock()
 """Held while a node loads and measures: memory is counted for the whole process."""
+
+
+def release_memory() -> None:
+    """Gives GPUs what closed nodes of this process held there: nodes refer to themselves in
+    circles, and whoever starts next may need all of the memory."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 class NodeDevice:

@@ -13,6 +13,9 @@ from .gpu import NodeDevice
 from .largest_step import blocks_of, lengths_of, run_largest_step
 from .memory import MemoryUse, graph_reserve, pool_budget
 
+CALL_BYTES = 256 * 2**20
+"""What a call takes on a node that only attends: its results and the kernels' workspace."""
+
 
 def gpu_pool_budget(
     device: NodeDevice, config: NodeConfig, specs: tuple[KVSpec, ...], weights: int, step: int

@@ -17,7 +17,7 @@ from .base import Node
 from .config import NodeConfig
 from .forward import LocalForward, Sampled, step_done
 from .gate import Gate, OpenGate
-from .gpu_pool import gpu_pool_budget, largest_step_bytes
+from .gpu_pool import largest_step_bytes
 from .inlet import Inlet, layout_name_of
 from .rows import Batch, RowTable
 
@@ -62,12 +62,10 @@ class LocalNode(Node):
         )
         self.forward = LocalForward(self.half, self.backend, gate, config.layer_loop)
 
-    def pool_budget(self) -> float:
-        if not self.device.on_gpu or self.config.cache.memory_gib is not None:
-            return super().pool_budget()
+    def memory_taken(self) -> tuple[int, int]:
         device, config = self.device, self.config
         step = largest_step_bytes(device, config, self.model, self.half, self.specs)
-        return gpu_pool_budget(device, config, self.specs, self._weights, step)
+        return self._weights, step
 
     def regions(self) -> dict[str, RegionRef]:
         return {} if self.pool is None else {"kv": self.pool.ref}

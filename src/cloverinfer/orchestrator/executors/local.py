@@ -15,6 +15,7 @@ from ...nodes.base import Node
 from ...nodes.build import build_node
 from ...nodes.config import NodeConfig
 from ...nodes.gate import Gate, OpenGate
+from ...nodes.gpu import release_memory
 from ...wire.messages import NodeInfo
 from ..placement import Placement, on_this_host
 from .base import STOP_SECONDS, Executor, OnDeath, Progress
@@ -29,6 +30,7 @@ class LocalExecutor(Executor):
         self._given_up: dict[str, str] = {}
         """Why nodes that stand still were told to end, by name."""
         self._stopping = threading.Event()
+        self._on_gpu = False
 
     def place(
         self, names: Mapping[str, Sequence[str]], room_timeout: float, progress: Progress
@@ -38,6 +40,7 @@ class LocalExecutor(Executor):
     def start(
         self, configs: Sequence[NodeConfig], timeout: float, on_death: OnDeath, progress: Progress
     ) -> list[NodeInfo]:
+        self._on_gpu = any(config.on_gpu for config in configs)
         on_cores = sum(not config.on_gpu for config in configs)
         gate = Gate() if on_cores > 1 else OpenGate()
         reports: queue.SimpleQueue[tuple[str, NodeInfo | str]] = queue.SimpleQueue()
@@ -114,3 +117,5 @@ class LocalExecutor(Executor):
                 log.warning("the thread of %s did not end within %g s", thread.name, STOP_SECONDS)
         self._threads.clear()
         self._nodes.clear()
+        if self._on_gpu:
+            release_memory()
