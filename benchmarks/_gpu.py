@@ -1,0 +1,149 @@
+"""What GPU benchmarks of whole models share: a model of known shapes, what it reads and computes at
+least, and the device's speeds, measured in the same run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cloverinfer import LLM, ModelConfig
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+"""Llama-3.1-8B's shapes; without its scaling of positions, which changes no cost."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a model in bfloat16."""
+
+    weights: int
+    """Bytes that every decode step reads."""
+    flops: int
+    """Of the products, for each token."""
+    kv_bytes: int
+    """Of a token's keys and values."""
+    layers: int
+    attention: int
+    """Floating-point operations of a layer's attention, for each pair of tokens."""
+
+
+def cost_of(shape: dict[str, Any]) -> Cost:
+    hidden, ffn, size = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    heads, kv, layers = (
+        shape[f"num_{name}"] for name in ("attention_heads", "key_value_heads", "hidden_layers")
+    )
+    layer = hidden * size * (2 * heads + 2 * kv) + 3 * hidden * ffn
+    weights = layers * layer + hidden * shape["vocab_size"]
+    return Cost(2 * weights, 2 * weights, 4 * kv * size * layers, layers, 4 * heads * size)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Measured here and now."""
+
+    read: float
+    """Bytes a second."""
+    products: float
+    """Floating-point operations a second, bfloat16."""
+
+
+def measure_speeds() -> Speeds:
+    speeds = Speeds(_read_speed(), _products_speed())
+    torch.cuda.empty_cache()
+    return speeds
+
+
+def _read_speed() -> float:
+    numbers = torch.ones(2**30, device="cuda")  # 4 GiB
+    return numbers.nbytes / best_time(numbers.sum, 10)
+
+
+def _products_speed() -> float:
+    size = 8192
+    a, b = (torch.randn((size, size), device="cuda").bfloat16() for _ in range(2))
+    return 2 * size**3 / best_time(lambda: a @ b, 10)
+
+
+def best_time(work: Callable[[], object], repeats: int) -> float:
+    """Seconds of the fastest run, by events."""
+    work()
+    times = []
+    for _ in range(repeats):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        work()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last) / 1e3)
+    return min(times)
+
+
+@contextlib.contextmanager
+def engine(shape: dict[str, Any], **fields: Any) -> Iterator[LLM]:
+    """A colocated node with random weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
+        model = ModelConfig(model_path=folder, load_format="dummy", dtype="bfloat16")
+        began = time.perf_counter()
+        with LLM(model, topology="colocated", executor="local", **fields) as llm:
+            print(f"engine started in {time.perf_counter() - began:.1f} s", flush=True)
+            yield llm
+
+
+def random_prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab) for _ in range(length)] for _ in range(count)]
+
+
+def print_profile(work: Callable[[], object], steps: int, most: int = 25) -> None:
+    """Time by kernel over ``steps`` steps that ``work`` makes."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        work()
+        torch.cuda.synchronize()
+    rows = [(e.device_time_total, e.count, e.key) for e in profile.key_averages()]
+    total = sum(row[0] for row in rows)
+    print(f"| us a step | launches | of {total / steps:.0f} us | kernel |\n|---|---|---|---|")
+    for took, count, name in sorted(rows, reverse=True)[:most]:
+        share = 100 * took / total
+        print(f"| {took / steps:.1f} | {count / steps:.1f} | {share:.1f}% | {name[:90]} |")
+
+
+def write_table(lines: list[str], path: Path | None) -> None:
+    print("\n".join(lines))
+    if path is not None:
+        path.write_text("\n".join(lines) + "\n")
+
+
+def parse_rows(text: str) -> list[tuple[int, int]]:
+    """``8x1024,1x8192``."""
+    pairs = [row.split("x") for row in text.split(",")]
+    return [(int(batch), int(prompt)) for batch, prompt in pairs]

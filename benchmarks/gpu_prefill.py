@@ -1,0 +1,80 @@
+"""Prompt tokens read a second on a GPU, through ``LLM.generate`` with the live scheduler.
+
+Random weights of Llama-3.1-8B's shapes in bfloat16; every prompt says one token. The floor: the
+arithmetic of products and of causal attention at the rate that products reach in this run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from _gpu import (
+    LLAMA_8B,
+    Speeds,
+    cost_of,
+    engine,
+    measure_speeds,
+    parse_rows,
+    print_profile,
+    random_prompts,
+    write_table,
+)
+from cloverinfer import LLM, SamplingParams
+
+GOALS = {1024: 46000, 8192: 41000}
+"""Tokens a second, by prompt, on an H200."""
+ROWS = "64x1024,8x8192"
+HEAD = ["| batch x prompt | tokens/s | at the floor | of it | goal |", "|---|---|---|---|---|"]
+ONE = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+def floor_of(prompt: int, speeds: Speeds) -> float:
+    """Tokens a second."""
+    cost = cost_of(LLAMA_8B)
+    vocab = 2 * LLAMA_8B["hidden_size"] * LLAMA_8B["vocab_size"]
+    # One token of a prompt has logits; each sees half of the prompt.
+    flops = cost.flops - vocab + cost.layers * cost.attention * prompt / 2
+    return speeds.products / flops
+
+
+def measure(llm: LLM, batch: int, prompt: int, seed: int) -> float:
+    prompts = random_prompts(batch, prompt, LLAMA_8B["vocab_size"], seed)
+    began = time.perf_counter()
+    llm.generate(prompts, ONE)
+    return batch * prompt / (time.perf_counter() - began)
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__)
+    made.add_argument("--rows", type=parse_rows, default=parse_rows(ROWS), help="64x1024,8x8192")
+    made.add_argument("--repeat", type=int, default=3, help="measurements of each row; best counts")
+    made.add_argument("--out", type=Path, help="also write the table to this file")
+    made.add_argument("--profile", action="store_true", help="print each row's time by kernel")
+    made.add_argument("--budget", type=int, default=16384, help="max_num_batched_tokens")
+    given = made.parse_args()
+    speeds = measure_speeds()
+    print(f"products {speeds.products / 1e12:.0f} TFLOP/s", flush=True)
+    longest = max(prompt for _, prompt in given.rows) + 64
+    most = max(batch for batch, _ in given.rows)
+    limits = {"max_num_seqs": most, "max_num_batched_tokens": given.budget}
+    lines = [*HEAD]
+    with engine(LLAMA_8B, max_model_len=longest, **limits) as llm:
+        for i, (batch, prompt) in enumerate(given.rows):
+            rates = [measure(llm, batch, prompt, 10 * i + k) for k in range(given.repeat)]
+            most_at_floor = floor_of(prompt, speeds)
+            lines.append(
+                f"| {batch} x {prompt} | {max(rates):.0f} | {most_at_floor:.0f} | "
+                f"{max(rates) / most_at_floor:.2f} | {GOALS.get(prompt, '')} |"
+            )
+            print(lines[-1], "of", *(f"{rate:.0f}" for rate in rates), flush=True)
+            if given.profile:
+                prompts = random_prompts(batch, prompt, LLAMA_8B["vocab_size"], 777)
+                steps = -(-batch * prompt // given.budget)
+                print_profile(lambda some=prompts: llm.generate(some, ONE), steps)
+    write_table(lines, given.out)
+
+
+if __name__ == "__main__":
+    main()
