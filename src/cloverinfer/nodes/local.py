@@ -1,5 +1,5 @@
 """Nodes that attend over a pool of their own: colocated, decode (topology pd), and what prefill
-nodes are built on."""
+nodes are built on. On a GPU the first two launch steps without waiting for what they say."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import logging
 import time
 
 from ..attention import AttentionBackend, auto_backend, create_backend
-from ..kvcache.layout import PoolLayout
+from ..kvcache.layout import PoolLayout, blocks_for
 from ..models import ResolvedModel, load_half
+from ..models.device_sampling import DeviceSampler
 from ..models.grammar import grammars_of
 from ..transport import Endpoint, Peer, Region, RegionRef
 from ..wire.messages import Message, StepPlan, StepStats
 from ..wire.notices import KVNotice, unpack
 from .base import Node
 from .config import NodeConfig
+from .device import CudaDevice
+from .device_forward import DeviceForward
+from .device_seats import DeviceShape
+from .flights import Flights
 from .forward import LocalForward, Sampled, step_done
 from .gate import Gate, OpenGate
 from .gpu_pool import largest_step_bytes
@@ -22,6 +27,8 @@ from .inlet import Inlet, layout_name_of
 from .rows import Batch, RowTable
 
 log = logging.getLogger(__name__)
+PEEK_SECONDS = 50e-6
+"""How long a node waits for messages at a time while steps are on their way through a GPU."""
 
 
 def make_backend(
@@ -41,6 +48,9 @@ def make_backend(
 class LocalNode(Node):
     """Runs step plans over a local pool, one forward per plan, in order of arrival."""
 
+    launches_ahead = False
+    """On a GPU a step is launched as its plan comes, though the one before it still runs."""
+
     def __init__(
         self, config: NodeConfig, model: ResolvedModel, endpoint: Endpoint, gate: Gate | OpenGate
     ) -> None:
@@ -57,10 +67,31 @@ class LocalNode(Node):
             self.pool = self.endpoint.register(self.layout.total_bytes)
         with self.device.taking_memory(f"a KV pool of {self.layout.total_bytes / 2**30:.2f} GiB"):
             self.backend = make_backend(config, self.layout, model.arch.num_heads, self.pool)
+        flies = self.launches_ahead and self.backend.capabilities.device == "cuda"
         self.rows = RowTable(
-            config.cache.block_size, local_attention=True, grammars=grammars_of(model)
+            config.cache.block_size,
+            local_attention=True,
+            grammars=grammars_of(model),
+            on_device=flies,
         )
         self.forward = LocalForward(self.half, self.backend, gate, config.layer_loop)
+        self.flights = self._make_flights() if flies else None
+
+    def _make_flights(self) -> Flights:
+        """With all graphs captured."""
+        device, longest = self.device.torch, self.model.max_model_len
+        # A row may have a token more than it will ever say.
+        blocks = blocks_for(longest + 1, self.config.cache.block_size)
+        forward = DeviceForward(
+            self.half,
+            self.backend,
+            CudaDevice(device, self.device.stream),
+            DeviceShape(self.config.max_rows, blocks),
+            DeviceSampler(device),
+        )
+        with self.device.taking_memory("captured graphs"):
+            forward.capture()
+        return Flights(forward, self.rows, self._report_done, self.report_failure)
 
     def memory_taken(self) -> tuple[int, int]:
         device, config = self.device, self.config
@@ -91,9 +122,16 @@ class LocalNode(Node):
     def on_notice(self, peer: Peer, notice: int) -> None:
         log.warning("%s: dropped a notice from %s", self.config.name, peer.address)
 
+    def step(self, timeout: float) -> None:
+        if self.flights is None:
+            super().step(timeout)
+            return
+        super().step(PEEK_SECONDS if self.flights else timeout)
+        self.flights.report()
+
     def on_message(self, peer: Peer, message: Message) -> None:
         if isinstance(message, StepPlan):
-            self.run_plan(message)
+            (self.run_plan if self.flights is None else self.flights.launch)(message)
         else:
             log.warning("%s: dropped a %s", self.config.name, type(message).__name__)
 
@@ -108,6 +146,9 @@ class LocalNode(Node):
             self.report_failure(plan, problem)
             return
         stats.seconds = time.perf_counter() - started
+        self._report_done(plan, sampled, stats)
+
+    def _report_done(self, plan: StepPlan, sampled: Sampled, stats: StepStats) -> None:
         self.report(step_done(self.config.name, plan, sampled, stats))
 
     def run_batch(self, batch: Batch, stats: StepStats) -> Sampled:
@@ -117,9 +158,13 @@ class LocalNode(Node):
 class ColocatedNode(LocalNode):
     """All three leaves in one node: prefill chunks and decode rows in one forward."""
 
+    launches_ahead = True
+
 
 class DecodeNode(LocalNode):
     """Dense and attention in one node; its pool is filled by prefill nodes (topology pd)."""
+
+    launches_ahead = True
 
     def __init__(
         self, config: NodeConfig, model: ResolvedModel, endpoint: Endpoint, gate: Gate | OpenGate
