@@ -128,6 +128,10 @@ class DenseHalf(ABC):
     def logits(self, carry: Carry) -> torch.Tensor:
         """``[t, c]`` float32 from the carry of stage L."""
 
+    def raw_logits(self, carry: Carry) -> torch.Tensor:
+        """``logits`` in whatever float type they are computed in, for who reads any."""
+        return self.logits(carry)
+
     def native(self) -> NativeDense | None:
         """The stages for a layer loop without Python; they give the same bits as ``stage``. None
         where the half has none."""

@@ -109,6 +109,9 @@ class LlamaHalf(DenseHalf):
             self._norm(hidden_tc.to(self.dtype), self._weights.final_norm)
         ).float()
 
+    def raw_logits(self, carry: Carry) -> torch.Tensor:
+        return self.logits(carry) if self._cuda is None else self._cuda.raw_logits(carry)
+
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         # The variance is taken in float32, whatever the type of x, as transformers does.
         return F.rms_norm(x, weight.shape, weight, self.arch.norm_eps)

@@ -137,7 +137,7 @@ class DeviceForward:
         token_ids = self._seats.tokens(of["seats"])
         attn_out, carry = self._layers(token_ids, of["positions"], of["slots"], rows)
         _, _, _, carry = half.stage(half.num_layers, attn_out, carry, None, of["positions"])
-        logits = half.logits(carry)
+        logits = half.raw_logits(carry)
         return logits, self._choose(logits, of, of["seats"])
 
     def _layers(
@@ -296,7 +296,7 @@ class DeviceForward:
     def _choose_here(self, batch: Batch, logits: torch.Tensor) -> Sampled:
         """The host's way of choosing. Seats get the tokens with the steps that go on from them."""
         with self._device.use():
-            sampled = sample_rows(batch, logits)
+            sampled = sample_rows(batch, logits.float())
         for row in batch.sampled:
             row.last_at = -1
         return sampled
