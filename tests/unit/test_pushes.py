@@ -17,8 +17,9 @@ GREEDY = Sampling(0.0, 0, 1.0, 0)
 class Pusher:
     """Hands out tickets that end when the test says so."""
 
-    def __init__(self, name, fails_at=None):
+    def __init__(self, name, fails_at=None, largest=100):
         self.name = name
+        self.largest = largest
         self.fails_at = fails_at
         self.seen = []
         self.tickets = []
@@ -26,7 +27,7 @@ class Pusher:
     def announce(self, job):
         self.seen.append("chunk")
 
-    def put_layer(self, job, layer, track):
+    def put_layer(self, job, layer, ready, track):
         if layer == self.fails_at:
             raise TransportError("cut")
         self.seen.append(layer)
@@ -102,8 +103,17 @@ def test_blocks_that_the_receiver_holds_are_not_sent():
     push = Push("decode-0", 3, [10, 11, 12, 13], skip=2, start=8)
     row = Row(1, 0, [], 0, GREEDY, "", push, pushed=push.skip)
     blocks = np.array([5, 6, 7, 8], np.int32)
-    assert plan_push(row, blocks, 9, False, 4, Pusher("decode-0")) is None
-    first = plan_push(row, blocks, 13, False, 4, Pusher("decode-0"))
-    last = plan_push(row, blocks, 14, True, 4, Pusher("decode-0"))
+    assert plan_push(row, blocks, 9, False, 4, Pusher("decode-0")) == []
+    (first,) = plan_push(row, blocks, 13, False, 4, Pusher("decode-0"))
+    (last,) = plan_push(row, blocks, 14, True, 4, Pusher("decode-0"))
     assert (first.blocks.tolist(), first.first, first.number) == ([7], 2, 0)
     assert (last.blocks.tolist(), last.first, last.number) == ([8], 3, 1)
+
+
+def test_a_job_has_no_more_blocks_than_its_pusher_takes_at_once():
+    row = Row(1, 0, [], 0, GREEDY, "", Push("decode-0", 3, list(range(9)), skip=0, start=0))
+    blocks = np.arange(20, 29, dtype=np.int32)
+    jobs = plan_push(row, blocks, 33, True, 4, Pusher("decode-0", largest=4))
+    assert [job.blocks.tolist() for job in jobs] == [[20, 21, 22, 23], [24, 25, 26, 27], [28]]
+    assert [(job.number, job.first) for job in jobs] == [(0, 0), (1, 4), (2, 8)]
+    assert (row.pushed, row.chunks) == (9, 3)

@@ -13,12 +13,15 @@ import pytest
 from hypothesis import strategies as st
 
 from cloverinfer.kvcache.checksum import BlockSums
-from cloverinfer.kvcache.convert import PoolWriter, block_views
+from cloverinfer.kvcache.convert import block_views
 from cloverinfer.kvcache.layout import CANONICAL_LAYOUT, KVSpec, PoolLayout, blocks_for
+from cloverinfer.nodes.copies import NOW
 from cloverinfer.nodes.pushes import KVPusher, plan_push
 from cloverinfer.nodes.rows import Row
+from cloverinfer.nodes.source import PoolSource
 from cloverinfer.nodes.staged_push import StagedPusher
 from cloverinfer.nodes.staging import Staging, is_staged
+from cloverinfer.nodes.stores import HostStore
 from cloverinfer.nodes.transfers import TransferReceiver
 from cloverinfer.transport.base import Peer, Ranges, Region, RegionRef, Ticket
 from cloverinfer.wire.messages import (
@@ -61,7 +64,7 @@ class Tape:
     def prepare(self, peer, local, remote):
         return Ranges(peer, local, remote)
 
-    def put(self, ranges, index, notice):
+    def put(self, ranges, index, notice, after=None):
         self.events.append(Put(ranges, index, notice))
         return Ticket(done=True)
 
@@ -87,20 +90,18 @@ class Sender:
         region = Region(RegionRef(self.name, "own", len(self.memory)), memoryview(self.memory))
         self.staged = is_staged(self.info, home)
         kind = StagedPusher if self.staged else KVPusher
-        sums = BlockSums(self.layout, region.buffer) if checksum else None
-        self.pusher = kind(self.tape, Peer("home"), home, region, self.layout, sums)
+        source = PoolSource(region, self.layout)
+        self.pusher = kind(self.tape, Peer("home"), home, source, self.layout, checksum)
 
     def push(self, push, incarnation, local, cut=None):
         """A request's whole transfer in three chunks, the layers of the last up to ``cut``."""
         size = self.layout.block_size
         row = Row(7, incarnation, [], 0, Sampling(0.0, 0, 1.0, 0), "", push, push.start // size)
         for end, final in ((9, False), (16, False), (TOKENS, True)):
-            job = plan_push(row, local, end, final, size, self.pusher)
-            if job is None:
-                continue
-            self.pusher.announce(job)
-            for layer in range(LAYERS if not final or cut is None else cut):
-                self.pusher.put_layer(job, layer, lambda ticket, nbytes: None)
+            for job in plan_push(row, local, end, final, size, self.pusher):
+                self.pusher.announce(job)
+                for layer in range(LAYERS if not final or cut is None else cut):
+                    self.pusher.put_layer(job, layer, NOW, lambda ticket, nbytes: None)
 
     def token(self, layer, local, position):
         """Keys ``[heads, d]`` and values of one token."""
@@ -124,9 +125,8 @@ class Home:
         self.reports = []
         self.came = {}
         """Notices that came with their bytes, by sender and layer."""
-        self.staging = Staging(
-            HOME, self.register, self.send, PoolWriter(HOME, self.regions["kv"]).store
-        )
+        store = HostStore(HOME, self.regions["kv"])
+        self.staging = Staging(HOME, self.register, self.send, store)
         sums = BlockSums(HOME, self.regions["kv"]) if checksum else None
         self.receiver = TransferReceiver("home", HOME, self.report, self.staging, sums)
         self.on_report = lambda done: None

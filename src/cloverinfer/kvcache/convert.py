@@ -23,7 +23,10 @@ _STORED: dict[str, type[np.generic]] = {
     "bfloat16": np.uint16,
     "float16": np.float16,
     "int8": np.int8,
+    "float8_e4m3": np.uint8,
 }
+_FLOAT8 = "float8_e4m3"
+"""Moved as it is: its scales are the layer's, which both sides know."""
 _SCALE = SCALE_BYTES["int8"]
 _SAME = ("k_dim", "v_dim", "scale", "window", "softcap", "sinks", "alibi_slopes")
 """Fields of a KV spec that no conversion bridges."""
@@ -49,8 +52,8 @@ def _check_spec(layer: int, sender: KVSpec, receiver: KVSpec, first_head: int) -
         mine, theirs = getattr(sender, field), getattr(receiver, field)
         if mine != theirs:
             raise ConfigError(f"{field} of layer {layer} is {mine} at the sender and {theirs} here")
-    for spec in (sender, receiver):
-        if spec.dtype not in _STORED:
+    for spec, other in ((sender, receiver), (receiver, sender)):
+        if spec.dtype == _FLOAT8 and spec != other:
             raise ConfigError(f"dtype of layer {layer} is {spec.dtype}: it has no conversion")
     end = first_head + sender.kv_heads
     if first_head < 0 or end > receiver.kv_heads:

@@ -30,8 +30,8 @@ from .answers import Answers, Hops
 from .base import Node
 from .config import NodeConfig
 from .gate import Gate, OpenGate
-from .hop import HopBuffer, HopRows, HopShape, row_index
-from .inlet import Inlet, layout_name_of
+from .hop import HopBuffer, HopMemory, HopRows, HopShape, row_index
+from .inlet import Inlet
 from .layer_loop import attention_rows
 from .local import make_backend
 from .rows import BlockTables, apply_attention_rows, slots_of
@@ -74,7 +74,7 @@ class AttentionNode(Node):
     ) -> None:
         super().__init__(config, model, endpoint, gate)
         self.layout = self.make_layout()
-        self.pool = self.endpoint.register(self.layout.total_bytes)
+        self.pool = self.make_pool(self.layout)
         heads = model.arch.num_heads
         self.backend = make_backend(config, self.layout, heads, self.pool)
         self.shape = HopShape(self.specs, heads, getattr(torch, model.dtype))
@@ -86,12 +86,12 @@ class AttentionNode(Node):
         )
         self._in_region = self.endpoint.register(self._in.nbytes)
         self._out_region = self.endpoint.register(self._out.nbytes)
-        self._in_rows = self._in.tensor(self._in_region)
-        self._out_rows = self._out.tensor(self._out_region)
+        self._got = HopMemory(self._in, self._in_region, self.copies)
+        self._sent = HopMemory(self._out, self._out_region, self.copies)
         self.tables = BlockTables(config.cache.block_size)
-        self.inlet = Inlet(self, self.backend, self.pool, self.layout)
+        self.inlet = Inlet(self, self.backend, self.pool)
         self.transfers = self.inlet.receiver
-        auto = config.layer_loop == "auto"
+        auto = config.layer_loop == "auto" and not self.copies.apart
         self._answers = Answers.of(self.backend, self.shape, self.endpoint, gate) if auto else None
         self._sources: dict[str, _Source] = {}
         self._steps: dict[LaneKey, _Step] = {}
@@ -99,13 +99,13 @@ class AttentionNode(Node):
         self._failed: dict[LaneKey, HopFailed] = {}
 
     def regions(self) -> dict[str, RegionRef]:
-        return {"kv": self.pool.ref, "hop": self._in_region.ref}
+        return self.pool.regions() | {"hop": self._in_region.ref}
 
     def pool_layout(self) -> PoolLayout:
         return self.layout
 
     def layout_name(self) -> str:
-        return layout_name_of(self.backend)
+        return self.pool.layout_name(self.backend.capabilities)
 
     def on_meet(self) -> None:
         config = self.config
@@ -183,14 +183,15 @@ class AttentionNode(Node):
         count, source = len(plan.rows), self._sources[plan.source].index
         rows = np.arange(count)
         slots = slots_of(tables, rows, lengths.astype(np.int64) - 1, self.config.cache.block_size)
+        device = self.copies.torch
         return _Step(
             plan=plan,
-            there=HopRows(self.shape, self._in_rows[source, plan.lane, :count]),
-            back=HopRows(self.shape, self._out_rows[source, plan.lane, :count]),
-            query_starts=torch.arange(count + 1, dtype=torch.int32),
-            block_tables_rb=torch.from_numpy(tables),
-            lengths_r=torch.from_numpy(lengths),
-            slots_t=torch.from_numpy(slots),
+            there=HopRows(self.shape, self._got.rows[source, plan.lane, :count]),
+            back=HopRows(self.shape, self._sent.rows[source, plan.lane, :count]),
+            query_starts=torch.arange(count + 1, dtype=torch.int32, device=device),
+            block_tables_rb=torch.from_numpy(tables).to(device),
+            lengths_r=torch.from_numpy(lengths).to(device),
+            slots_t=torch.from_numpy(slots).to(device),
             index=row_index(0, 0, count),
             hops=Hops(source, pack_hop(plan.lane, plan.step, 0)),
         )
@@ -223,14 +224,29 @@ class AttentionNode(Node):
         return step
 
     def _attend(self, key: LaneKey, step: _Step, layer: int) -> None:
-        """Answers one hop; the boundary where a step's errors stop."""
-        plan, source = step.plan, self._sources[key[0]]
+        """Computes the answer to one hop; a boundary where a step's errors stop."""
+        number, lane, count = self._sources[key[0]].index, step.plan.lane, len(step.plan.rows)
         try:
             with self.gate:
                 started = time.perf_counter()
+                self._got.bring(number, lane, count)
                 self._append_and_attend(layer, step)
+                sent = self._sent.send(number, lane, count)
                 step.seconds += time.perf_counter() - started
             step.calls += 1
+        except Exception as problem:
+            log.exception("%s: attention of layer %d failed", self.config.name, layer)
+            self._end(key)
+            self._fail(step.plan, problem)
+            return
+        self.later.after(sent, lambda: self._answer(key, step, layer))
+
+    def _answer(self, key: LaneKey, step: _Step, layer: int) -> None:
+        """Puts the answer to one hop; a boundary where a step's errors stop."""
+        if self._steps.get(key) is not step:
+            return  # it has ended meanwhile
+        plan, source = step.plan, self._sources[key[0]]
+        try:
             if layer == self.layout.num_layers - 1:
                 self._end(key)
                 self._report_step(step)  # before the put, which lets the step's end overtake it
@@ -242,7 +258,7 @@ class AttentionNode(Node):
             self._end(key)
             self._cut(plan, problem)
         except Exception as problem:
-            log.exception("%s: attention of layer %d failed", self.config.name, layer)
+            log.exception("%s: the answer for layer %d failed", self.config.name, layer)
             self._end(key)
             self._fail(plan, problem)
 
@@ -308,21 +324,24 @@ class AttentionNode(Node):
         """Appends one token per row and attends: o ``[r, h, e]``.
 
         ``block_tables[i]`` are row i's blocks in this node's pool; ``lengths[i]`` its tokens with
-        this one, whose position is ``lengths[i] - 1``.
+        this one, whose position is ``lengths[i] - 1``. Tensors may be on any device; o is on
+        this node's.
         """
+        device = self.copies.torch
+        q_rhd, k_rnd, v_rne = (x.to(device) for x in (q_rhd, k_rnd, v_rne))
         width = max(len(table) for table in block_tables)
         tables = np.zeros((len(block_tables), width), np.int32)
         for row, table in zip(tables, block_tables, strict=True):
             row[: len(table)] = table
         positions = np.asarray(lengths, np.int64) - 1
         slots = slots_of(tables, np.arange(len(tables)), positions, self.config.cache.block_size)
-        self.backend.append(layer, k_rnd, v_rne, torch.from_numpy(slots))
-        starts = torch.arange(len(tables) + 1, dtype=torch.int32)
+        self.backend.append(layer, k_rnd, v_rne, torch.from_numpy(slots).to(device))
+        starts = torch.arange(len(tables) + 1, dtype=torch.int32, device=device)
         out, _ = self.backend.attend(
             layer,
             q_rhd,
             starts,
-            torch.from_numpy(tables),
-            torch.tensor(list(lengths), dtype=torch.int32),
+            torch.from_numpy(tables).to(device),
+            torch.tensor(list(lengths), dtype=torch.int32, device=device),
         )
         return out

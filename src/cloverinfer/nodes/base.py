@@ -40,10 +40,13 @@ from ..wire.messages import (
 )
 from ..wire.notices import MAX_LAYERS
 from .config import PREFILL, NodeConfig
+from .copies import copies_of
 from .gate import Gate, OpenGate
 from .gpu import NodeDevice
 from .gpu_pool import CALL_BYTES, gpu_pool_budget
 from .grammars import GrammarWorker
+from .later import Later
+from .pool import Pool
 from .stored import stored_dtype
 
 log = logging.getLogger(__name__)
@@ -76,6 +79,8 @@ class Node(ABC):
                 f"{model.name} has {len(self.specs)} layers; at most {MAX_LAYERS - 1}"
             )
         self.endpoint = endpoint
+        self.copies = copies_of(config.device)
+        self.later = Later()
         self.peers: dict[str, PeerInfo] = {}
         self._links: dict[str, Peer] = {}
         self._names: dict[str, str] = {}
@@ -218,7 +223,8 @@ class Node(ABC):
 
     def step(self, timeout: float) -> None:
         """Handles what arrives within ``timeout`` seconds."""
-        self._dispatch(self.endpoint.poll(timeout))
+        self._dispatch(self.endpoint.poll(self.later.patience(timeout)))
+        self.later.run()
 
     def _dispatch(self, events: Events) -> None:
         for peer, data in events.messages:
@@ -244,6 +250,7 @@ class Node(ABC):
     def close(self) -> None:
         """Gives everything back; regions go with their endpoint."""
         self.grammars.close()
+        self.copies.close()
         self.endpoint.close()
 
     def _handle(self, peer: Peer, data: bytes) -> None:
@@ -327,3 +334,8 @@ class Node(ABC):
             longest = blocks_for(self.model.max_model_len, cache.block_size)
             count = min(count, 2 * self.config.max_rows * longest)
         return PoolLayout(self.specs, cache.block_size, count)
+
+    def make_pool(self, layout: PoolLayout) -> Pool:
+        """Memory for it, where the node computes."""
+        checksums = self.config.network.checksum != "none"
+        return Pool(self.endpoint, layout, self.copies, checksums)

@@ -28,7 +28,7 @@ from .base import POLL_SECONDS, Node
 from .config import NodeConfig
 from .forward import last_stage, sample_rows, step_done
 from .gate import Gate, OpenGate
-from .hop import HopBuffer, HopRows, HopShape, row_index
+from .hop import HopBuffer, HopMemory, HopRows, HopShape, row_index
 from .hop_loop import HopLoops, StepLoop, Way
 from .rows import Batch, RowTable
 
@@ -82,8 +82,8 @@ class DecodeDenseNode(Node):
         self._in = HopBuffer(self.shape, True, attention, config.lanes, config.max_rows)
         self._out_region = self.endpoint.register(self._out.nbytes)
         self._in_region = self.endpoint.register(self._in.nbytes)
-        self._out_rows = self._out.tensor(self._out_region)[0]
-        self._in_rows = self._in.tensor(self._in_region)
+        self._sent = HopMemory(self._out, self._out_region, self.copies)
+        self._got = HopMemory(self._in, self._in_region, self.copies)
         self._homes = {name: i for i, name in enumerate(config.attention_nodes)}
         self._ranges: dict[str, list[Ranges]] = {}
         self._lanes: dict[int, _Lane] = {}
@@ -92,7 +92,7 @@ class DecodeDenseNode(Node):
     def _make_loops(self) -> HopLoops | None:
         """None: layer by layer, as with several lanes, of which one runs while others wait."""
         config = self.config
-        if config.layer_loop != "auto" or config.lanes > 1:
+        if config.layer_loop != "auto" or config.lanes > 1 or self.copies.apart:
             return None
         number = config.dense_nodes.index(config.name)
         return HopLoops.of(self.half, self.shape, self.endpoint, number, self.gate)
@@ -183,9 +183,9 @@ class DecodeDenseNode(Node):
     def _begin(self, plan: StepPlan) -> None:
         try:
             self.rows.apply(plan)
-            batch = self.rows.batch(plan)
+            batch = self.rows.batch(plan).to(self.copies.torch)
             started = time.perf_counter()
-            there = HopRows(self.shape, self._out_rows[plan.lane, : len(batch.rows)])
+            there = HopRows(self.shape, self._sent.rows[0, plan.lane, : len(batch.rows)])
             lane = _Lane(plan, batch, there, self._segments(plan.lane, batch), StepStats(), started)
         except (AssertionError, KeyError) as problem:
             self.report_failure(plan, problem)
@@ -205,7 +205,7 @@ class DecodeDenseNode(Node):
         segments, first = [], 0
         for home, rows in groupby(batch.rows, key=lambda row: row.home):
             count = len(list(rows))
-            back = HopRows(self.shape, self._in_rows[self._homes[home], lane, :count])
+            back = HopRows(self.shape, self._got.rows[self._homes[home], lane, :count])
             segments.append(_Segment(home, first, count, row_index(first, 0, count), back))
             first += count
         assert len({s.home for s in segments}) == len(segments), "rows of one home are not adjacent"
@@ -278,8 +278,13 @@ class DecodeDenseNode(Node):
                 batch.positions_t,
                 lane.there.qkv(lane.layer),
             )
+            sent = self._sent.send(0, lane.plan.lane, len(batch.rows))
             lane.stats.dense += time.perf_counter() - started
-        self._hop(lane)
+        self.later.after(sent, lambda: self._hop_if_current(lane))
+
+    def _hop_if_current(self, lane: _Lane) -> None:
+        if self._lanes.get(lane.plan.lane) is lane:
+            self._guard(lane, self._hop)
 
     def _hop(self, lane: _Lane) -> None:
         lane.waiting = {segment.home for segment in lane.segments}
@@ -313,6 +318,7 @@ class DecodeDenseNode(Node):
         """The attention output of the lane's layer, rows in plan order."""
         parts = []
         for segment in lane.segments:
+            self._got.bring(self._homes[segment.home], lane.plan.lane, segment.count)
             parts.append(segment.back.output(lane.layer))
             lane.stats.bytes_in += segment.count * self._in.row_bytes
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -336,15 +342,18 @@ class DecodeDenseNode(Node):
 
     def start_token_batch(self, token_ids: list[int], positions: list[int]) -> TokenBatch:
         """Begins a decode step of one token per row."""
+        device = self.copies.torch
         return TokenBatch(
-            torch.tensor(token_ids, dtype=torch.int64), torch.tensor(positions, dtype=torch.int64)
+            torch.tensor(token_ids, dtype=torch.int64, device=device),
+            torch.tensor(positions, dtype=torch.int64, device=device),
         )
 
     @torch.inference_mode()
     def prepare_attention_batch(
         self, batch: TokenBatch, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q ``[r, h, d]``, k ``[r, n, d]``, v ``[r, n, e]`` of ``layer``; layers in order."""
+        """q ``[r, h, d]``, k ``[r, n, d]``, v ``[r, n, e]`` of ``layer``, on this node's device;
+        layers in order."""
         q, k, v, batch.carry = self.half.stage(
             layer, batch.attn_out, batch.carry, batch.token_ids, batch.positions
         )
@@ -354,9 +363,9 @@ class DecodeDenseNode(Node):
         return q, k, v
 
     def finish_layer_batch(self, batch: TokenBatch, layer: int, attn_out_rhe: torch.Tensor) -> None:
-        """Hands over the attention output of ``layer``; its output projection and FFN run with
-        the next layer's projection, or with sampling."""
-        batch.attn_out = attn_out_rhe
+        """Hands over the attention output of ``layer``, on any device; its output projection and
+        FFN run with the next layer's projection, or with sampling."""
+        batch.attn_out = attn_out_rhe.to(self.copies.torch)
 
     @torch.inference_mode()
     def sample_next_token_batch(self, batch: TokenBatch, sampling: list[Sampling]) -> list[int]:

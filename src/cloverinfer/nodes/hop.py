@@ -13,6 +13,7 @@ import torch
 from ..kvcache.layout import KVSpec
 from ..models.base import QKV
 from ..transport import Region, RegionRef, Slices
+from .copies import NOW, Copies, Moment
 
 
 class HopShape:
@@ -93,6 +94,34 @@ class HopBuffer:
         first = (peer * self.lanes + lane) * self.max_rows
         rows = first + np.arange(self.max_rows, dtype=np.int64)
         return Slices(region, rows * self.row_bytes, self.row_bytes)
+
+
+class HopMemory:
+    """The rows of a buffer in a region of this node's, and where the node computes on them."""
+
+    def __init__(self, buffer: HopBuffer, region: Region, copies: Copies) -> None:
+        self.ref = region.ref
+        self._copies = copies
+        self._host = buffer.tensor(copies.lock(region))
+        self.rows = self._host
+        """``[peers, lanes, max_rows, elements]`` of the node's device."""
+        if copies.apart:
+            self.rows = torch.zeros_like(self._host, device=copies.torch)
+
+    def bring(self, peer: int, lane: int, count: int) -> None:
+        """What has arrived, to where it is computed on. More may arrive once something of what is
+        computed from now on is known."""
+        if self._copies.apart:
+            arrived = self._host[peer, lane, :count]
+            self.rows[peer, lane, :count].copy_(arrived, non_blocking=True)
+
+    def send(self, peer: int, lane: int, count: int) -> Moment:
+        """What was computed, to the region; it may be put, or computed again, from the moment on
+        that this returns."""
+        if not self._copies.apart:
+            return NOW
+        rows = self.rows[peer, lane, :count]
+        return self._copies.copy(self._host[peer, lane, :count], rows)
 
 
 def row_index(local: int, remote: int, count: int) -> npt.NDArray[np.int32]:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-import torch
-
 from ..attention.base import AttentionBackend
 from ..core.errors import ConfigError, DeadlineError, TransportError
 from ..kvcache.checksum import BlockSums
-from ..kvcache.convert import Array, PoolWriter, convert
-from ..kvcache.layout import CANONICAL_LAYOUT, SCALE_BYTES, PoolLayout
-from ..transport import Region
 from ..wire.messages import Fence, Fenced, Message, encode
 from .base import Node, log
 from .config import PREFILL
-from .staging import Staging, Store, is_staged
+from .pool import Pool
+from .staging import Staging, is_staged
+from .stores import store_of
 from .transfers import TransferReceiver
 
 MIB = 1 << 20
@@ -23,33 +18,27 @@ FENCE_SECONDS = 0.5
 """How long fencing a writer may keep the node from its work, before it tries again."""
 
 
-def layout_name_of(backend: AttentionBackend) -> str:
-    """Peers may put straight into pools of the canonical layout alone."""
-    able = backend.capabilities
-    return CANONICAL_LAYOUT if able.direct_puts else f"{able.name}'s own"
-
-
 class Inlet:
     """Of one node, made with its pool; ``meet`` once the node knows its peers."""
 
-    def __init__(
-        self, node: Node, backend: AttentionBackend, pool: Region, layout: PoolLayout
-    ) -> None:
+    def __init__(self, node: Node, backend: AttentionBackend, pool: Pool) -> None:
         self._node = node
         self._direct = backend.capabilities.direct_puts
         checksums = node.config.network.checksum != "none"
+        layout, register = pool.layout, node.endpoint.register
         self._staging = Staging(
             layout,
-            node.endpoint.register,
+            lambda nbytes: pool.copies.lock(register(nbytes)),
             node.tell,
-            PoolWriter(layout, pool.buffer).store if self._direct else _appender(backend, layout),
+            store_of(pool, backend),
+            node.later,
         )
         self.receiver = TransferReceiver(
             node.config.name,
             layout,
             node.report,
             self._staging,
-            BlockSums(layout, pool.buffer) if checksums else None,
+            BlockSums(layout, pool.host) if checksums else None,
         )
 
     def meet(self) -> None:
@@ -87,21 +76,3 @@ class Inlet:
             log.warning("%s: blocks stay taken: %s", node.config.name, problem)
         else:
             node.report(Fenced(node.config.name, fence.number))
-
-
-def _appender(backend: AttentionBackend, layout: PoolLayout) -> Store:
-    """Stores tokens through the backend, which alone knows its pool's layout."""
-
-    def store(
-        layer: int, k_tnd: Array, v_tne: Array, slots_t: npt.NDArray[np.int64], first_head: int
-    ) -> None:
-        assert first_head == 0, "heads were checked at the meeting"
-        stored = layout.specs[layer].dtype
-        if stored in SCALE_BYTES:  # backends take floats
-            k_tnd, v_tne = (convert(x, stored, "float32") for x in (k_tnd, v_tne))
-            stored = "float32"
-        dtype = getattr(torch, stored)
-        k, v = (torch.from_numpy(np.ascontiguousarray(x)) for x in (k_tnd, v_tne))
-        backend.append(layer, k.view(dtype), v.view(dtype), torch.from_numpy(slots_t))
-
-    return store

@@ -11,7 +11,7 @@ from ..kvcache.layout import PoolLayout, blocks_for
 from ..models import ResolvedModel, load_half
 from ..models.device_sampling import DeviceSampler
 from ..models.grammar import grammars_of
-from ..transport import Endpoint, Peer, Region, RegionRef
+from ..transport import Endpoint, Peer, RegionRef
 from ..wire.messages import Message, StepPlan, StepStats
 from ..wire.notices import KVNotice, unpack
 from .base import Node
@@ -23,7 +23,8 @@ from .flights import Flights
 from .forward import LocalForward, Sampled, step_done
 from .gate import Gate, OpenGate
 from .gpu_pool import largest_step_bytes
-from .inlet import Inlet, layout_name_of
+from .inlet import Inlet
+from .pool import Pool
 from .rows import Batch, RowTable
 
 log = logging.getLogger(__name__)
@@ -32,16 +33,15 @@ PEEK_SECONDS = 50e-6
 
 
 def make_backend(
-    config: NodeConfig, layout: PoolLayout, num_heads: int, region: Region | None
+    config: NodeConfig, layout: PoolLayout, num_heads: int, pool: Pool
 ) -> AttentionBackend:
-    """The backend with its pool, in ``region`` where peers write to it; else in memory of its own,
-    on the device on which this thread computes."""
+    """The backend over the node's pool."""
     name = config.attention_backend
-    name = auto_backend("cpu") if name == "auto" else name
+    name = auto_backend(pool.copies.torch.type) if name == "auto" else name
     if config.batch_invariant and name != "cuda":
         log.warning("cluster.batch_invariant changes nothing for attention backend %s", name)
     backend = create_backend(name, config.threads, config.batch_invariant)
-    backend.allocate(layout, num_heads, region.buffer if region is not None else None)
+    backend.allocate(layout, num_heads, pool.buffer)
     return backend
 
 
@@ -61,11 +61,8 @@ class LocalNode(Node):
             self.half = load_half(model, config.model.seed, self.device.torch)
         self._weights = self.device.allocated() - before
         self.layout = self.make_layout()
-        self.pool: Region | None = None
-        """None where peers do not write to it."""
-        if not self.device.on_gpu:
-            self.pool = self.endpoint.register(self.layout.total_bytes)
         with self.device.taking_memory(f"a KV pool of {self.layout.total_bytes / 2**30:.2f} GiB"):
+            self.pool = self.make_pool(self.layout)
             self.backend = make_backend(config, self.layout, model.arch.num_heads, self.pool)
         flies = self.launches_ahead and self.backend.capabilities.device == "cuda"
         self.rows = RowTable(
@@ -99,13 +96,13 @@ class LocalNode(Node):
         return self._weights, step
 
     def regions(self) -> dict[str, RegionRef]:
-        return {} if self.pool is None else {"kv": self.pool.ref}
+        return self.pool.regions()
 
     def pool_layout(self) -> PoolLayout:
         return self.layout
 
     def layout_name(self) -> str:
-        return layout_name_of(self.backend)
+        return self.pool.layout_name(self.backend.capabilities)
 
     def weight_bytes(self) -> int:
         return self.half.weight_bytes
@@ -170,7 +167,7 @@ class DecodeNode(LocalNode):
         self, config: NodeConfig, model: ResolvedModel, endpoint: Endpoint, gate: Gate | OpenGate
     ) -> None:
         super().__init__(config, model, endpoint, gate)
-        self.inlet = Inlet(self, self.backend, self.pool, self.layout)
+        self.inlet = Inlet(self, self.backend, self.pool)
         self.transfers = self.inlet.receiver
 
     def on_meet(self) -> None:

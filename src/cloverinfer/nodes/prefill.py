@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from ..core.errors import TransportError
-from ..kvcache.checksum import BlockSums
+from ..kvcache.layout import CANONICAL_LAYOUT
 from ..models import ResolvedModel
 from ..transport import Endpoint, Events, Peer
 from ..wire.messages import (
@@ -35,6 +35,9 @@ from .staged_push import StagedPusher
 from .staging import is_staged
 
 log = logging.getLogger(__name__)
+MIB = 1 << 20
+LOOK_SECONDS = 200e-6
+"""How long the node waits at a time for what arrives while its device computes."""
 
 
 @dataclass
@@ -62,23 +65,31 @@ class PrefillNode(LocalNode):
         """Rings granted by address, as a grant may come before this node has met its giver."""
         self._set_aside = Events()
         """What arrived while a step was computed."""
+        self._awaits = False
+        """Whether the sender may be waiting for what only this thread sees arrive."""
         self._sender: Sender | None = None
         self._computed: list[_Computed] = []
 
     def on_meet(self) -> None:
         checksums = self.config.network.checksum != "none"
-        sums = BlockSums(self.layout, self.pool.buffer) if checksums else None
-        for name, peer in self.peers.items():
-            if peer.layout is not None and peer.role != PREFILL:
-                link = self.link(name)
-                staged = is_staged(self.peer_info(), peer)
-                kind = StagedPusher if staged else KVPusher
-                pusher = kind(self.endpoint, link, peer, self.pool, self.layout, sums)
-                self._pushers[name] = pusher
-                if isinstance(pusher, StagedPusher):
-                    self._staged[link.address] = pusher
-                    if link.address in self._grants:
-                        pusher.grant(self._grants.pop(link.address))
+        homes = {
+            name: peer
+            for name, peer in self.peers.items()
+            if peer.layout is not None and peer.role != PREFILL
+        }
+        share = self.config.network.staging_mib * MIB // max(1, len(homes))
+        for name, peer in homes.items():
+            link = self.link(name)
+            staged = is_staged(self.peer_info(), peer)
+            kind = StagedPusher if staged else KVPusher
+            source = self.pool.source(share)
+            pusher = kind(self.endpoint, link, peer, source, self.layout, checksums)
+            self._pushers[name] = pusher
+            if isinstance(pusher, StagedPusher):
+                self._staged[link.address] = pusher
+                if link.address in self._grants:
+                    pusher.grant(self._grants.pop(link.address))
+        self._awaits = bool(self._staged) or self.pool.region is None
         own = self.endpoint.connect(self.endpoint.address())
 
         def wake() -> None:
@@ -89,8 +100,13 @@ class PrefillNode(LocalNode):
 
         self._sender = Sender(self.config.name, wake)
 
+    def layout_name(self) -> str:
+        """Of what is put: blocks of a pool that peers cannot reach are mirrored as they are."""
+        able = self.backend.capabilities
+        return CANONICAL_LAYOUT if able.direct_puts else self.pool.layout_name(able)
+
     def close(self) -> None:
-        for pusher in self._staged.values():
+        for pusher in self._pushers.values():
             pusher.close()
         if self._sender is not None:
             self._sender.close()
@@ -114,10 +130,10 @@ class PrefillNode(LocalNode):
         else:
             super().step(timeout)
 
-    def _take_credits(self) -> None:
+    def _take_credits(self, timeout: float = 0.0) -> None:
         """Between two layers: the sender may be waiting for slots, and nobody else reads our
         mailbox. The rest waits for the step's end."""
-        events = self.endpoint.poll(0)
+        events = self.endpoint.poll(timeout)
         for peer, data in events.messages:
             pusher = self._staged.get(peer.address)
             credit = _credit_in(data) if pusher is not None else None
@@ -131,7 +147,7 @@ class PrefillNode(LocalNode):
 
     def _look(self, events: Events) -> None:
         if events.tickets:
-            for pusher in self._staged.values():
+            for pusher in self._pushers.values():
                 pusher.look()
 
     def _dispatch(self, events: Events) -> None:
@@ -164,9 +180,12 @@ class PrefillNode(LocalNode):
         sender.begin(pushes)
 
         def on_layer(layer: int) -> None:
-            sender.layer(pushes, layer)
-            if self._staged:
+            ready = self.copies.mark()
+            sender.layer(pushes, layer, ready)
+            if self._awaits:
                 self._take_credits()
+                while layer == self.layout.num_layers - 1 and not ready.happened:
+                    self._take_credits(LOOK_SECONDS)  # here, as sampling would wait deaf
 
         return self.forward.run(batch, stats, on_layer)
 
@@ -207,12 +226,12 @@ class PrefillNode(LocalNode):
 
     def _plan_pushes(self, batch: Batch) -> list[PushJob]:
         sampling = {row.request for row in batch.sampled}
-        jobs = []
+        jobs: list[PushJob] = []
         for row, end in zip(batch.rows, batch.lengths_r.tolist(), strict=True):
             if row.push is None:
                 continue
             blocks: np.ndarray = self.rows.blocks(row.request)
-            job = plan_push(
+            jobs += plan_push(
                 row,
                 blocks,
                 end,
@@ -220,8 +239,6 @@ class PrefillNode(LocalNode):
                 self.layout.block_size,
                 self._pushers[row.push.node],
             )
-            if job is not None:
-                jobs.append(job)
         return jobs
 
 

@@ -20,25 +20,19 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.errors import PeerGoneError, TransportError
-from ..kvcache.checksum import BlockSums
 from ..kvcache.layout import PoolLayout, blocks_for
-from ..transport.base import Endpoint, Peer, Ranges, Region, RegionRef, Slices, Ticket
+from ..transport.base import Endpoint, Peer, Ranges, Ticket
 from ..wire.messages import KVChunk, KVSum, Message, PeerInfo, Push, encode
 from ..wire.notices import pack_kv
+from .copies import NOW, Moment
 from .rows import Row
+from .source import Held, Source, layer_slices
 
 log = logging.getLogger(__name__)
 IDLE_SECONDS = 60.0
 """How long the sender sleeps at a time while there is nothing to put."""
 STOP_SECONDS = 5.0
 """How long closing waits for the put under way."""
-
-
-def layer_slices(region: Region | RegionRef, layout: PoolLayout, layer: int) -> Slices:
-    """Every block of one layer as a slice."""
-    length = layout.layer_block_bytes(layer)
-    offsets = layout.layer_offsets[layer] + np.arange(layout.num_blocks, dtype=np.int64) * length
-    return Slices(region, offsets, length)
 
 
 Track = Callable[[Ticket, int], None]
@@ -75,29 +69,47 @@ class Pusher(ABC):
         endpoint: Endpoint,
         link: Peer,
         info: PeerInfo,
+        source: Source,
         layout: PoolLayout,
-        sums: BlockSums | None,
+        checksums: bool = False,
     ) -> None:
-        """``layout`` of the local pool; ``sums``: send checksums along."""
+        """``source`` of the local pool, whose ``layout`` this is; ``checksums``: send them too."""
         self.name = info.name
+        self.largest = source.largest
+        """Blocks of a job at most."""
         self._endpoint = endpoint
         self._link = link
+        self._source = source
         self._layout = layout
-        self._sums = sums
+        self._checksums = checksums
 
     @abstractmethod
     def announce(self, job: PushJob) -> None:
         """Before the first layer: tells the receiver what will come, where that is known."""
 
     @abstractmethod
-    def put_layer(self, job: PushJob, layer: int, track: Track) -> None:
-        """Begins to put the job's blocks of one layer. ``TransportError`` where it cannot."""
+    def put_layer(self, job: PushJob, layer: int, ready: Moment, track: Track) -> None:
+        """Begins to put the job's blocks of one layer, which are complete from ``ready`` on.
+        ``TransportError`` where it cannot."""
+
+    def look(self) -> None:
+        """From the node's thread: some puts have ended, and a wait may be over, or in vain."""
+        self._source.look()
+
+    def close(self) -> None:
+        """From the node's thread: ends a wait with ``TransportError``."""
+        self._source.close()
 
     def _send(self, message: Message) -> None:
         self._endpoint.send(self._link, encode(message))
 
-    def _sum(self, layer: int, blocks: npt.NDArray[np.int32]) -> int | None:
-        return None if self._sums is None else self._sums.of(layer, blocks)
+    def _sum(self, layer: int, held: Held) -> int | None:
+        return self._source.sum_of(layer, held) if self._checksums else None
+
+    def _put(self, ranges: Ranges, held: Held, targets: Sequence[int], notice: int) -> Ticket:
+        index = np.stack([held.rows, np.array(targets, np.int32)], axis=1)
+        held.ticket = self._endpoint.put(ranges, index, notice, after=held.after.handle)
+        return held.ticket
 
 
 class KVPusher(Pusher):
@@ -108,17 +120,15 @@ class KVPusher(Pusher):
         endpoint: Endpoint,
         link: Peer,
         info: PeerInfo,
-        pool: Region,
+        source: Source,
         layout: PoolLayout,
-        sums: BlockSums | None = None,
+        checksums: bool = False,
     ) -> None:
-        super().__init__(endpoint, link, info, layout, sums)
+        super().__init__(endpoint, link, info, source, layout, checksums)
         assert info.layout is not None, f"{info.name} has no pool"
         theirs = info.layout
         self._ranges: list[Ranges] = [
-            endpoint.prepare(
-                link, layer_slices(pool, layout, i), layer_slices(info.regions["kv"], theirs, i)
-            )
+            endpoint.prepare(link, source.slices(i), layer_slices(info.regions["kv"], theirs, i))
             for i in range(layout.num_layers)
         ]
 
@@ -135,30 +145,32 @@ class KVPusher(Pusher):
             )
         )
 
-    def put_layer(self, job: PushJob, layer: int, track: Track) -> None:
+    def put_layer(self, job: PushJob, layer: int, ready: Moment, track: Track) -> None:
         row, push = job.row, job.push
-        crc = self._sum(layer, job.blocks)
-        if crc is not None:
-            self._send(KVSum(push.transfer, row.request, row.incarnation, job.number, layer, crc))
         theirs = push.blocks[job.first : job.first + len(job.blocks)]
-        index = np.stack([job.blocks, np.array(theirs, np.int32)], axis=1)
         notice = pack_kv(push.transfer, job.number, layer)
-        ticket = self._endpoint.put(self._ranges[layer], index, notice)
-        track(ticket, len(index) * self._layout.layer_block_bytes(layer))
+        with self._source.hold(layer, job.blocks, ready) as held:
+            crc = self._sum(layer, held)
+            if crc is not None:
+                of = (push.transfer, row.request, row.incarnation)
+                self._send(KVSum(*of, job.number, layer, crc))
+            ticket = self._put(self._ranges[layer], held, theirs, notice)
+        track(ticket, len(job.blocks) * self._layout.layer_block_bytes(layer))
 
 
 def plan_push(
     row: Row, blocks: npt.NDArray[np.int32], end: int, final: bool, size: int, pusher: Pusher
-) -> PushJob | None:
+) -> list[PushJob]:
     """What to send once positions up to ``end`` are computed: whole blocks of ``size`` tokens, and
     at the end of the prompt the last partial one too. Marks them as pushed."""
     until = blocks_for(end, size) if final else end // size
-    first = row.pushed
-    if until <= first:
-        return None
-    row.pushed = until
-    row.chunks += 1
-    return PushJob(pusher, row, row.chunks - 1, first, blocks[first:until].copy(), end)
+    jobs = []
+    for first in range(row.pushed, until, pusher.largest):
+        some = blocks[first : min(first + pusher.largest, until)].copy()
+        jobs.append(PushJob(pusher, row, row.chunks, first, some, end))
+        row.chunks += 1
+    row.pushed = max(row.pushed, until)
+    return jobs
 
 
 @dataclass
@@ -182,9 +194,9 @@ class StepPushes:
         for job in self.jobs:
             self._attempt(job, lambda job=job: job.pusher.announce(job))
 
-    def put_layer(self, layer: int) -> None:
+    def put_layer(self, layer: int, ready: Moment) -> None:
         for job in self.jobs:
-            self._attempt(job, lambda job=job: self._put(job, layer))
+            self._attempt(job, lambda job=job: self._put(job, layer, ready))
 
     def ask(self) -> None:
         """From the node's thread: one thing more to do."""
@@ -217,12 +229,12 @@ class StepPushes:
         errors = {job.pusher.name: job.error for job in self.jobs if job.error is not None}
         return list(errors.values())
 
-    def _put(self, job: PushJob, layer: int) -> None:
+    def _put(self, job: PushJob, layer: int, ready: Moment) -> None:
         def track(ticket: Ticket, nbytes: int) -> None:
             self._tickets.append((job, ticket))
             self.nbytes += nbytes
 
-        job.pusher.put_layer(job, layer, track)
+        job.pusher.put_layer(job, layer, ready, track)
 
     def _attempt(self, job: PushJob, act: Callable[[], None]) -> None:
         """A receiver that is gone ends its own jobs alone; a mistake of ours ends the step."""
@@ -253,8 +265,9 @@ class Sender:
     def begin(self, pushes: StepPushes) -> None:
         self._ask(pushes, pushes.announce)
 
-    def layer(self, pushes: StepPushes, layer: int) -> None:
-        self._ask(pushes, lambda: pushes.put_layer(layer))
+    def layer(self, pushes: StepPushes, layer: int, ready: Moment = NOW) -> None:
+        """``ready``: when the layer's keys and values are complete."""
+        self._ask(pushes, lambda: pushes.put_layer(layer, ready))
 
     def _ask(self, pushes: StepPushes, act: Callable[[], None]) -> None:
         pushes.ask()

@@ -10,15 +10,15 @@ import threading
 from collections import deque
 
 import numpy as np
-import numpy.typing as npt
 
 from ..core.errors import DeadlineError, TransportError
-from ..kvcache.checksum import BlockSums
 from ..kvcache.layout import PoolLayout
-from ..transport.base import DEFAULT_TIMEOUT, Endpoint, Peer, Ranges, Region, Slices, Ticket
+from ..transport.base import DEFAULT_TIMEOUT, Endpoint, Peer, Ranges, Slices, Ticket
 from ..wire.messages import KVPiece, KVReset, PeerInfo, StagingGrant
 from ..wire.notices import pack_kv
-from .pushes import Pusher, PushJob, Track, layer_slices
+from .copies import Moment
+from .pushes import Pusher, PushJob, Track
+from .source import Source
 
 LEAST_SHARE = 4
 """A piece waits for this part of the ring at most, so that pieces do not become crumbs."""
@@ -32,12 +32,12 @@ class StagedPusher(Pusher):
         endpoint: Endpoint,
         link: Peer,
         info: PeerInfo,
-        pool: Region,
+        source: Source,
         layout: PoolLayout,
-        sums: BlockSums | None = None,
+        checksums: bool = False,
     ) -> None:
-        super().__init__(endpoint, link, info, layout, sums)
-        self._pool = pool
+        super().__init__(endpoint, link, info, source, layout, checksums)
+        self.largest = layout.num_blocks  # pieces are as large as slots are free
         self._ranges: list[Ranges] = []
         self._slots = 0
         self._free: deque[int] = deque()
@@ -54,7 +54,7 @@ class StagedPusher(Pusher):
         offsets = np.arange(grant.slots, dtype=np.int64) * grant.slot_bytes
         ranges = []
         for layer in range(self._layout.num_layers):
-            local = layer_slices(self._pool, self._layout, layer)
+            local = self._source.slices(layer)
             remote = Slices(grant.region, offsets, local.length)
             ranges.append(self._endpoint.prepare(self._link, local, remote))
         with self._changed:
@@ -74,7 +74,7 @@ class StagedPusher(Pusher):
             self._changed.notify_all()
 
     def look(self) -> None:
-        """Some puts have ended: a wait for slots may be in vain."""
+        super().look()
         with self._changed:
             self._changed.notify_all()
 
@@ -85,7 +85,7 @@ class StagedPusher(Pusher):
         self._send(KVReset())
 
     def close(self) -> None:
-        """Ends a wait for slots with ``TransportError``."""
+        super().close()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -95,41 +95,32 @@ class StagedPusher(Pusher):
     def announce(self, job: PushJob) -> None:
         """Each piece is announced as it is put."""
 
-    def put_layer(self, job: PushJob, layer: int, track: Track) -> None:
+    def put_layer(self, job: PushJob, layer: int, ready: Moment, track: Track) -> None:
         at = 0
         while at < len(job.blocks):
-            slots = self._reserve(len(job.blocks) - at)
-            self._put_piece(job, layer, at, slots, track)
+            slots = self._reserve(min(len(job.blocks) - at, self._source.largest))
+            blocks = job.blocks[at : at + len(slots)]
+            with self._source.hold(layer, blocks, ready) as held:
+                piece = self._piece(job, layer, at, slots, self._sum(layer, held))
+                self._send(piece)
+                notice = pack_kv(piece.transfer, piece.number, layer)
+                ticket = self._put(self._ranges[layer], held, slots, notice)
+            self._tickets.append(ticket)
+            track(ticket, len(slots) * self._layout.layer_block_bytes(layer))
             at += len(slots)
 
-    def _put_piece(self, job: PushJob, layer: int, at: int, slots: list[int], track: Track) -> None:
+    def _piece(
+        self, job: PushJob, layer: int, at: int, slots: list[int], crc: int | None
+    ) -> KVPiece:
+        """The next one of the job's row and layer: blocks from ``at`` on, one for each slot."""
         row, push, size = job.row, job.push, self._layout.block_size
-        blocks = job.blocks[at : at + len(slots)]
         begin = (job.first + at) * size
         first = max(begin, push.start)
         count = min(begin + len(slots) * size, job.end) - first
         number = row.pieces.get(layer, 0)
         row.pieces[layer] = number + 1
-        crc = self._sum(layer, blocks)
-        self._send(
-            KVPiece(
-                push.transfer,
-                row.request,
-                row.incarnation,
-                number,
-                layer,
-                first,
-                count,
-                first - begin,
-                slots,
-                crc,
-            )
-        )
-        index = _index(blocks, slots)
-        notice = pack_kv(push.transfer, number, layer)
-        ticket = self._endpoint.put(self._ranges[layer], index, notice)
-        self._tickets.append(ticket)
-        track(ticket, len(slots) * self._layout.layer_block_bytes(layer))
+        of = (push.transfer, row.request, row.incarnation)
+        return KVPiece(*of, number, layer, first, count, first - begin, slots, crc)
 
     def _reserve(self, wanted: int) -> list[int]:
         """Free slots, at most ``wanted``; waits while the ring is full."""
@@ -157,7 +148,3 @@ class StagedPusher(Pusher):
         """Why a put has failed since the last ``mend``."""
         self._tickets = [t for t in self._tickets if not t.done or t.error is not None]
         return next((t.error for t in self._tickets if t.done), None)
-
-
-def _index(blocks: npt.NDArray[np.int32], slots: list[int]) -> npt.NDArray[np.int32]:
-    return np.stack([blocks, np.array(slots, np.int32)], axis=1)

@@ -8,6 +8,7 @@ a piece's notice proves that its bytes are there. What a piece is worth to a req
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from ..kvcache.convert import (
     gather_tokens,
     needs_conversion,
 )
-from ..kvcache.layout import CANONICAL_LAYOUT, PoolLayout
+from ..kvcache.layout import CANONICAL_LAYOUT, PoolLayout, blocks_for
 from ..transport.base import Region
 from ..wire.messages import (
     ExpectTransfer,
@@ -36,10 +37,33 @@ from ..wire.messages import (
     StagingGrant,
 )
 from ..wire.notices import CHUNK_MASK, KVNotice
+from .copies import NOW, Moment
+from .later import Later
 
 SLOT_ALIGNMENT = 64
-Store = Callable[[int, Array, Array, npt.NDArray[np.int64], int], None]
-"""See ``PoolWriter.store``."""
+
+
+class Store(ABC):
+    """How a pool takes what is in slots. A moment is when it has: what is computed later sees it,
+    and until then slots and arrays stay as they are."""
+
+    @abstractmethod
+    def tokens(
+        self,
+        layer: int,
+        k_tnd: Array,
+        v_tne: Array,
+        slots_t: npt.NDArray[np.int64],
+        first_head: int,
+    ) -> Moment:
+        """See ``PoolWriter.store``."""
+
+    def blocks(
+        self, layer: int, slots_bs: npt.NDArray[np.uint8], slots: list[int], blocks: list[int]
+    ) -> Moment | None:
+        """Whole blocks as the pool has them, one in each of ``slots`` of the ring's memory; None
+        where they are better taken as tokens."""
+        return None
 
 
 def is_staged(sender: PeerInfo, receiver: PeerInfo) -> bool:
@@ -78,12 +102,17 @@ class Staging:
         register: Callable[[int], Region],
         send: Callable[[str, Message], None],
         store: Store,
+        later: Later | None = None,
     ) -> None:
-        """``send`` takes a node's name; ``store`` puts converted tokens into the pool."""
+        """``send`` takes a node's name; ``later``: of the node, whose loop gives slots back that
+        are still being read."""
         self._layout = layout
         self._register = register
         self._send = send
         self._store = store
+        self._later = later or Later()
+        self._stored: Moment = NOW
+        """When all that was imported is in the pool: that happens in order."""
         self._rings: dict[str, _Ring] = {}
         self._heads: dict[str, tuple[int, int]] = {}
 
@@ -145,6 +174,10 @@ class Staging:
         return piece
 
     def give_back(self, source: str, piece: KVPiece) -> None:
+        """The piece's slots may be used again, once what was imported has been read."""
+        self._later.after(self._stored, lambda: self._credit(source, piece))
+
+    def _credit(self, source: str, piece: KVPiece) -> None:
         self._rings[source].held.difference_update(piece.slots)
         self._send(source, KVCredit(piece.slots))
 
@@ -164,7 +197,24 @@ class Staging:
         return _native.crc32c_slices(ring.region.buffer, offsets, length)
 
     def import_piece(self, source: str, piece: KVPiece, expect: ExpectTransfer) -> None:
-        """Converts a piece's tokens and stores them in the blocks that were promised."""
+        """Stores a piece's tokens, converted, in the blocks that were promised."""
+        self._stored = self._import_whole(source, piece, expect) or self._import_tokens(
+            source, piece, expect
+        )
+
+    def _import_whole(self, source: str, piece: KVPiece, expect: ExpectTransfer) -> Moment | None:
+        """Where its blocks are as ours, and begin where ours do."""
+        ring, size, layer = self._rings[source], self._layout.block_size, piece.layer
+        at = piece.first - expect.start
+        same = ring.layout.specs[layer] == self._layout.specs[layer]
+        if not same or ring.layout.block_size != size or piece.skip or at % size:
+            return None
+        first, count = at // size, blocks_for(piece.count, size)
+        return self._store.blocks(
+            layer, ring.slots_sb, piece.slots[:count], expect.blocks[first : first + count]
+        )
+
+    def _import_tokens(self, source: str, piece: KVPiece, expect: ExpectTransfer) -> Moment:
         ring, size = self._rings[source], self._layout.block_size
         spec = ring.layout.specs[piece.layer]
         blocks = block_parts(ring.slots_sb[piece.slots], spec, ring.layout.block_size)
@@ -175,7 +225,8 @@ class Staging:
         )
         at = piece.first - expect.start + np.arange(piece.count)
         table = np.array(expect.blocks, np.int64)
-        self._store(piece.layer, k, v, table[at // size] * size + at % size, ring.first_head)
+        slots = table[at // size] * size + at % size
+        return self._store.tokens(piece.layer, k, v, slots, ring.first_head)
 
 
 def _sensible(ring: _Ring, piece: KVPiece) -> bool:
