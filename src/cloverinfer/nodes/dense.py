@@ -126,11 +126,12 @@ class DecodeDenseNode(Node):
             timeout = 0.0  # they wait themselves
         started = time.perf_counter()
         waiting = [lane for lane in self._lanes.values() if lane.waiting and lane.loop is None]
-        events = self.endpoint.poll(timeout)
+        events = self.endpoint.poll(self.later.patience(timeout))
         slept = time.perf_counter() - started
         for lane in waiting:
             lane.stats.barrier += slept
         self._dispatch(events)
+        self.later.run()
         for lane in looping:
             if lane.loop is not None:
                 self._guard(lane, self._run)

@@ -22,9 +22,6 @@ class Later:
         self._queue: deque[tuple[Moment, Callable[[], None]]] = deque()
         self._since = 0.0
 
-    def __len__(self) -> int:
-        return len(self._queue)
-
     def after(self, moment: Moment, act: Callable[[], None]) -> None:
         """Calls ``act`` once ``moment`` has happened and all before it is done: at once, where that
         is so."""

@@ -110,7 +110,7 @@ class Staging:
         self._register = register
         self._send = send
         self._store = store
-        self._later = later or Later()
+        self._later = Later() if later is None else later
         self._stored: Moment = NOW
         """When all that was imported is in the pool: that happens in order."""
         self._rings: dict[str, _Ring] = {}
