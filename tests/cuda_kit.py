@@ -81,6 +81,9 @@ class FakeDriver(Driver):
     def device_count(self) -> int:
         return self.devices
 
+    def reaches(self, device: int, other: int) -> bool:
+        return True
+
     def retain(self, device: int) -> int:
         self.retained += 1
         return 1000 + device

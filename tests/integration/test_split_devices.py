@@ -98,7 +98,7 @@ def test_a_mirror_smaller_than_a_chunk_and_late_puts(path, wanted, apart, monkey
 @pytest.mark.parametrize("role", ["prefill", "dense"])
 def test_a_copy_that_fails_fails_the_request_and_never_hangs(path, apart, role, monkeypatch):
     apart(role)
-    monkeypatch.setattr(LateCopies, "breaks_at", 9)
+    monkeypatch.setattr(LateCopies, "breaks_at", 3)
     model = ModelConfig(model_path=path, dtype="float32")
     with LLM(model, topology="pda", **POOL) as llm, pytest.raises(CloverError, match="CUDA error"):
         llm.generate(PROMPTS[:2], GREEDY)

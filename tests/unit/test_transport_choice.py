@@ -21,7 +21,7 @@ ABLE = {
     "tcp": Capabilities("tcp", True, True, True, 100),
 }
 A = Offer("a", host="h1", shared="s1", process="p1")
-NO_CUDA = PassedOver("cuda_ipc", "a has no cuda memory")
+NO_CUDA = PassedOver("cuda_ipc", "no end has cuda memory to move")
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +29,7 @@ def transports(monkeypatch):
     monkeypatch.setattr(choices, "transport_names", lambda: ["null", *ABLE])
     monkeypatch.setattr(choices, "capabilities", ABLE.__getitem__)
     monkeypatch.setattr(choices, "missing", lambda name: "")
+    monkeypatch.setattr(choices, "_unreachable", lambda: ())
 
 
 def other(**changes):
@@ -59,15 +60,48 @@ def test_containers_without_common_memory_and_hosts_take_a_wire():
     assert {one.reason for one in chosen.passed_over} == {"a and b are on different hosts"}
 
 
-def test_device_memory_takes_what_moves_it():
-    gpu = {"memory": ("cuda",), "process": "p2"}
-    ends = msgspec.structs.replace(A, memory=("cuda",)), other(**gpu)
-    assert choose(*ends).transport == "cuda_ipc"
-    chosen = choose(A, other(**gpu))
-    reasons = {one.transport: one.reason for one in chosen.passed_over}
-    assert reasons["cuda_ipc"] == "a has no cuda memory"
-    assert reasons["shm"] == "it moves no cuda memory, which b has"
-    assert chosen.transport == ""
+GPU = {"memory": ("host", "cuda"), "process": "p2", "device": 1}
+
+
+def test_device_memory_takes_what_moves_it_from_or_to_a_device_at_one_end_at_least():
+    mine = msgspec.structs.replace(A, memory=("host", "cuda"), device=0)
+    assert choose(mine, other(**GPU)).transport == "cuda_ipc"
+    assert choose(A, other(**GPU)).transport == "cuda_ipc"
+    assert choose_for_all([(A, other(process="p3")), (A, other(**GPU))]).transport == "cuda_ipc"
+
+
+def test_elsewhere_device_memory_goes_through_the_hosts():
+    chosen = choose(A, other(**GPU | {"host": "h2"}))
+    assert chosen.transport == "tcp"
+    assert PassedOver("cuda_ipc", "a and b are on different hosts") in chosen.passed_over
+    assert choose(A, other(**GPU | {"process": "p1"})).transport == "inproc"
+
+
+def test_devices_that_do_not_reach_each_other_share_the_hosts_memory():
+    apart = {"memory": ("host", "cuda"), "unreachable": ((0, 1), (1, 0))}
+    mine = msgspec.structs.replace(A, device=0, **apart)
+    chosen = choose(mine, other(**GPU | apart))
+    assert chosen.transport == "shm"
+    assert PassedOver("cuda_ipc", "GPUs 0 and 1 of a and b do not reach each other") in (
+        chosen.passed_over
+    )
+    assert choose(mine, other(**GPU | apart | {"device": 0})).transport == "cuda_ipc"
+
+
+@pytest.mark.parametrize(
+    ("topology", "gpus", "chosen"),
+    [
+        ("colocated", ("colocated",), "shm"),
+        ("pd", ("decode",), "cuda_ipc"),
+        ("pda", ("prefill", "dense"), "cuda_ipc"),
+        ("pda", ("dense",), "shm"),
+    ],
+)
+def test_a_cluster_takes_cuda_ipc_where_blocks_move_from_or_to_a_gpu(topology, gpus, chosen):
+    cluster = ClusterConfig(topology=topology, executor="process")
+    names = list(chain(*node_names(cluster).values()))
+    devices = {name: "cuda:0" if name.startswith(gpus) else "cpu" for name in names}
+    assert choose_transport(cluster, on_this_host(names), devices).transport == chosen
 
 
 def test_what_a_host_lacks_is_the_reason():

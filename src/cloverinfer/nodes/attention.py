@@ -30,6 +30,7 @@ from .answers import Answers, Hops
 from .base import Node
 from .config import NodeConfig
 from .gate import Gate, OpenGate
+from .gpu_pool import gpu_pool_budget
 from .hop import HopBuffer, HopMemory, HopRows, HopShape, row_index
 from .inlet import Inlet
 from .layer_loop import attention_rows
@@ -73,10 +74,7 @@ class AttentionNode(Node):
         self, config: NodeConfig, model: ResolvedModel, endpoint: Endpoint, gate: Gate | OpenGate
     ) -> None:
         super().__init__(config, model, endpoint, gate)
-        self.layout = self.make_layout()
-        self.pool = self.make_pool(self.layout)
         heads = model.arch.num_heads
-        self.backend = make_backend(config, self.layout, heads, self.pool)
         self.shape = HopShape(self.specs, heads, getattr(torch, model.dtype))
         self._in = HopBuffer(
             self.shape, False, len(config.dense_nodes), config.lanes, config.max_rows
@@ -84,6 +82,10 @@ class AttentionNode(Node):
         self._out = HopBuffer(
             self.shape, True, len(config.dense_nodes), config.lanes, config.max_rows
         )
+        self.layout = self.make_layout()
+        with self.device.taking_memory(f"a KV pool of {self.layout.total_bytes / 2**30:.2f} GiB"):
+            self.pool = self.make_pool(self.layout)
+            self.backend = make_backend(config, self.layout, heads, self.pool)
         self._in_region = self.endpoint.register(self._in.nbytes)
         self._out_region = self.endpoint.register(self._out.nbytes)
         self._got = HopMemory(self._in, self._in_region, self.copies)
@@ -97,6 +99,12 @@ class AttentionNode(Node):
         self._steps: dict[LaneKey, _Step] = {}
         self._early: dict[LaneKey, HopNotice] = {}
         self._failed: dict[LaneKey, HopFailed] = {}
+
+    def pool_budget(self) -> float:
+        if not self.device.on_gpu or self.config.cache.memory_gib is not None:
+            return super().pool_budget()
+        hops = 2 * (self._in.nbytes + self._out.nbytes)  # what is attended over, and its results
+        return gpu_pool_budget(self.device, self.config, self.specs, 0, hops)
 
     def regions(self) -> dict[str, RegionRef]:
         return self.pool.regions() | {"hop": self._in_region.ref}

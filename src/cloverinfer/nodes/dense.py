@@ -25,6 +25,7 @@ from ..transport import Endpoint, Peer, Ranges, RegionRef
 from ..wire.messages import HopFailed, Message, NodeGone, Sampling, StepPlan, StepStats
 from ..wire.notices import STEP_MASK, HopNotice, pack_hop, unpack
 from .base import POLL_SECONDS, Node
+from .batch_copy import BatchCopier
 from .config import NodeConfig
 from .forward import last_stage, sample_rows, step_done
 from .gate import Gate, OpenGate
@@ -88,6 +89,7 @@ class DecodeDenseNode(Node):
         self._ranges: dict[str, list[Ranges]] = {}
         self._lanes: dict[int, _Lane] = {}
         self._loops = self._make_loops()
+        self._copier = BatchCopier(self.device.torch) if self.device.on_gpu else None
 
     def _make_loops(self) -> HopLoops | None:
         """None: layer by layer, as with several lanes, of which one runs while others wait."""
@@ -184,7 +186,8 @@ class DecodeDenseNode(Node):
     def _begin(self, plan: StepPlan) -> None:
         try:
             self.rows.apply(plan)
-            batch = self.rows.batch(plan).to(self.copies.torch)
+            batch = self.rows.batch(plan)
+            batch = batch if self._copier is None else self._copier.move(batch)
             started = time.perf_counter()
             there = HopRows(self.shape, self._sent.rows[0, plan.lane, : len(batch.rows)])
             lane = _Lane(plan, batch, there, self._segments(plan.lane, batch), StepStats(), started)

@@ -33,15 +33,15 @@ PEEK_SECONDS = 50e-6
 
 
 def make_backend(
-    config: NodeConfig, layout: PoolLayout, num_heads: int, pool: Pool
+    config: NodeConfig, layout: PoolLayout, num_heads: int, pool: Pool | None
 ) -> AttentionBackend:
-    """The backend over the node's pool."""
+    """The backend over the node's pool, or over memory of its own."""
     name = config.attention_backend
-    name = auto_backend(pool.copies.torch.type) if name == "auto" else name
+    name = auto_backend("cpu") if name == "auto" else name
     if config.batch_invariant and name != "cuda":
         log.warning("cluster.batch_invariant changes nothing for attention backend %s", name)
     backend = create_backend(name, config.threads, config.batch_invariant)
-    backend.allocate(layout, num_heads, pool.buffer)
+    backend.allocate(layout, num_heads, None if pool is None else pool.buffer)
     return backend
 
 

@@ -8,7 +8,7 @@ kept for whoever writes it there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -188,18 +188,6 @@ class Batch:
     """Some row is special; a step without one skips all that such rows need."""
     seats_r: npt.NDArray[np.int64] | None = None
     """Of the rows, in the node's tables."""
-
-    def to(self, device: torch.device) -> Batch:
-        """The same, with the tensors that are computed on where that is done."""
-        if device.type == "cpu":
-            return self
-
-        def moved(x: torch.Tensor | None) -> torch.Tensor | None:
-            return None if x is None else x.to(device, non_blocking=True)
-
-        names = ("token_ids_t", "positions_t", "query_starts", "lengths_r", "block_tables_rb")
-        names += ("slots_t", "sample_tokens")
-        return replace(self, **{name: moved(getattr(self, name)) for name in names})
 
 
 def slots_of(

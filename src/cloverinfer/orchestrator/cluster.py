@@ -78,7 +78,7 @@ class Cluster:
     def _start(self, model: ModelConfig, progress: Callable[[str], None]) -> None:
         deadline = time.monotonic() + self.config.start_timeout
         remove_leftovers()  # of engines that were killed
-        placement = self._place(progress)
+        placement = self._place(model, progress)
         model = self._settled(model, placement, progress)
         configs = node_configs(self.config, model, placement)
         network = network_at(self.config.network, placement.scheduler)
@@ -99,11 +99,12 @@ class Cluster:
                 "cache.num_blocks)"
             )
 
-    def _place(self, progress: Callable[[str], None]) -> Placement:
+    def _place(self, model: ModelConfig, progress: Callable[[str], None]) -> Placement:
         """Where the nodes will run; the transport is chosen by it."""
         names = node_names(self.config)
         placement = self._executor.place(names, self.config.room_timeout, progress)
-        self.choice = choose_transport(self.config, placement)
+        devices = node_devices(self.config, model, names, placement)
+        self.choice = choose_transport(self.config, placement, devices)
         self.config = msgspec.structs.replace(self.config, transport=self.choice.transport)
         return placement
 

@@ -13,7 +13,7 @@ from ..core.errors import ConfigError
 from ..nodes import config as roles
 from .placement import Place, Placement
 
-GPU_ROLES = frozenset({roles.COLOCATED})
+GPU_ROLES = frozenset({roles.COLOCATED, roles.PREFILL, roles.DECODE, roles.DENSE, roles.ATTENTION})
 """Roles whose nodes can compute on a GPU."""
 _DECODE_ATTENTION = frozenset({roles.COLOCATED, roles.DECODE, roles.ATTENTION})
 """Roles that attend for decode steps, with the backend that the cluster names."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 
 import msgspec
 
@@ -15,10 +16,15 @@ from .devices import backend_at, is_gpu, node_devices, nodes_on
 from .placement import Placement, network_at
 
 
-def choose_transport(cluster: ClusterConfig, placement: Placement) -> Choice:
+def choose_transport(
+    cluster: ClusterConfig, placement: Placement, devices: Mapping[str, str] | None = None
+) -> Choice:
     """The first transport that connects every two parts of the cluster that exchange data, or the
-    one that ``cluster.transport`` names; ``ConfigError`` where it cannot connect them."""
-    pairs = _pairs(cluster, placement)
+    one that ``cluster.transport`` names; ``ConfigError`` where it cannot connect them.
+
+    ``devices``: as of ``node_devices``; None: the host's memory is all there is.
+    """
+    pairs = _pairs(cluster, placement, devices or {})
     if cluster.transport == "auto":
         choice = choose_for_all(pairs)
         if not choice.transport:
@@ -32,22 +38,33 @@ def choose_transport(cluster: ClusterConfig, placement: Placement) -> Choice:
     return Choice(cluster.transport)
 
 
-def _pairs(cluster: ClusterConfig, placement: Placement) -> list[tuple[Offer, Offer]]:
+def _pairs(
+    cluster: ClusterConfig, placement: Placement, devices: Mapping[str, str]
+) -> list[tuple[Offer, Offer]]:
     """Who exchanges data with whom: the scheduler with every node, and the roles of a request's
     way with one another."""
     names = node_names(cluster)
     ends = {name: place.offer for name, place in placement.nodes.items()}
+    for pair in _MOVERS:
+        for name in (name for role in pair if set(pair) <= set(names) for name in names[role]):
+            ends[name] = _on_device(ends[name], devices.get(name, "cpu"))
     pairs = [(placement.scheduler.offer, end) for end in ends.values()]
     for one, other in _PARTNERS:
         pairs += [(ends[a], ends[b]) for a in names.get(one, ()) for b in names.get(other, ())]
     return pairs
 
 
-_PARTNERS = (
-    (roles.PREFILL, roles.DECODE),
-    (roles.PREFILL, roles.ATTENTION),
-    (roles.DENSE, roles.ATTENTION),
-)
+_MOVERS = ((roles.PREFILL, roles.DECODE), (roles.PREFILL, roles.ATTENTION))
+"""Roles that move blocks from pool to pool."""
+_PARTNERS = (*_MOVERS, (roles.DENSE, roles.ATTENTION))
+
+
+def _on_device(end: Offer, device: str) -> Offer:
+    """An end whose pool is on ``device``; what else it exchanges is in the host's memory."""
+    if not is_gpu(device):
+        return end
+    index = int(device.partition(":")[2])
+    return msgspec.structs.replace(end, memory=("host", "cuda"), device=index)
 
 
 def with_secret(cluster: ClusterConfig) -> ClusterConfig:

@@ -43,6 +43,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "cuGetErrorString": [c_int, POINTER(ctypes.c_char_p)],
     "cuDeviceGetCount": [POINTER(c_int)],
     "cuDeviceGet": [POINTER(c_int), c_int],
+    "cuDeviceCanAccessPeer": [POINTER(c_int), c_int, c_int],
     "cuDevicePrimaryCtxRetain": [POINTER(c_void_p), c_int],
     "cuDevicePrimaryCtxRelease_v2": [c_int],
     "cuCtxPushCurrent_v2": [c_void_p],
@@ -117,6 +118,13 @@ class Driver:
         count = c_int()
         self._call("cuDeviceGetCount", byref(count))
         return count.value
+
+    def reaches(self, device: int, other: int) -> bool:
+        """Whether a device can read and write the other's memory."""
+        can = c_int()
+        pair = self._device(device), self._device(other)
+        self._call("cuDeviceCanAccessPeer", byref(can), *pair)
+        return bool(can.value)
 
     def retain(self, device: int) -> int:
         """The primary context of a device, made if need be, until ``release``."""

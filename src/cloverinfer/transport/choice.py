@@ -19,7 +19,7 @@ from .registry import capabilities, missing, transport_names
 ORDER = ("inproc", "cuda_ipc", "shm", "rdma", "nixl", "tcp", "ray")
 """Fastest first. One that is not part of this installation is passed over without a word."""
 _DEVICE = {"cuda_ipc": "cuda"}
-"""Transports for memory of a device alone."""
+"""Transports that are for memory of a device."""
 _SHM = "/dev/shm"
 
 
@@ -33,7 +33,12 @@ class Offer(msgspec.Struct, frozen=True):
     """Ends with the same one see the same shared memory and each other's processes."""
     process: str
     memory: tuple[str, ...] = ("host",)
-    """Kinds of memory that its regions are of."""
+    """Kinds of memory that it would move from or to; a wire that knows host memory alone moves
+    other kinds through copies there."""
+    device: int | None = None
+    """Which of the host's devices its memory is on, if on any."""
+    unreachable: tuple[tuple[int, int], ...] = ()
+    """Devices of the host that cannot reach each other's memory."""
     missing: dict[str, str] = {}
     """Why it cannot use a transport, by name; those that it can use are not in it."""
 
@@ -62,6 +67,7 @@ def offer(name: str, process: str | None = None, memory: tuple[str, ...] = ("hos
         process=process or str(os.getpid()),
         memory=memory,
         missing={transport: reason for transport, reason in reasons.items() if reason},
+        unreachable=() if reasons.get("cuda_ipc", "none") else _unreachable(),
     )
 
 
@@ -82,14 +88,21 @@ def choose_for_all(pairs: Sequence[tuple[Offer, Offer]]) -> Choice:
 
 
 def reason_against(transport: str, pairs: Iterable[tuple[Offer, Offer]]) -> str:
-    """Why a transport cannot connect one of the pairs; empty where it connects them all."""
+    """Why a transport cannot connect one of the pairs, or is not meant for any of them; empty
+    where it connects them all."""
+    pairs = list(pairs)
+    device = _DEVICE.get(transport)
     for a, b in pairs:
         for end in (a, b):
             if transport in end.missing:
                 return f"{end.name}: {end.missing[transport]}"
-        reason = _reach(capabilities(transport), a, b) or _memory(transport, a, b)
+        reason = _reach(capabilities(transport), a, b)
+        if device is not None:
+            reason = reason or _between_devices(a, b)
         if reason:
             return reason
+    if device is not None and not any(device in end.memory for pair in pairs for end in pair):
+        return f"no end has {device} memory to move"
     return ""
 
 
@@ -115,15 +128,16 @@ def _reach(able: Capabilities, a: Offer, b: Offer) -> str:
     return ""
 
 
-def _memory(transport: str, a: Offer, b: Offer) -> str:
-    device = _DEVICE.get(transport)
-    for end in (a, b):
-        if device is not None and device not in end.memory:
-            return f"{end.name} has no {device} memory"
-        for kind in end.memory:
-            if device is None and kind not in capabilities(transport).memory:
-                return f"it moves no {kind} memory, which {end.name} has"
+def _between_devices(a: Offer, b: Offer) -> str:
+    if (a.device, b.device) in a.unreachable:
+        return f"GPUs {a.device} and {b.device} of {a.name} and {b.name} do not reach each other"
     return ""
+
+
+def _unreachable() -> tuple[tuple[int, int], ...]:
+    from .cuda_ipc import unreachable  # it is there, since nothing of it is missing
+
+    return unreachable()
 
 
 def _boot_id() -> str:

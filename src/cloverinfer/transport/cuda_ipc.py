@@ -95,6 +95,13 @@ def missing() -> str:
     return "" if count else "there is no CUDA device: see CUDA_VISIBLE_DEVICES"
 
 
+def unreachable() -> tuple[tuple[int, int], ...]:
+    """Devices of this host that cannot reach each other's memory."""
+    driver = Driver()
+    devices = range(driver.device_count())
+    return tuple((a, b) for a in devices for b in devices if a != b and not driver.reaches(a, b))
+
+
 class CudaRanges(OffsetRanges):
     """Ranges that a device copies: where both sides are for it, and through which lane."""
 
