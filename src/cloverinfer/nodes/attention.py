@@ -30,7 +30,6 @@ from .answers import Answers, Hops
 from .base import Node
 from .config import NodeConfig
 from .gate import Gate, OpenGate
-from .gpu_pool import gpu_pool_budget
 from .hop import HopBuffer, HopMemory, HopRows, HopShape, row_index
 from .inlet import Inlet
 from .layer_loop import attention_rows
@@ -100,11 +99,9 @@ class AttentionNode(Node):
         self._early: dict[LaneKey, HopNotice] = {}
         self._failed: dict[LaneKey, HopFailed] = {}
 
-    def pool_budget(self) -> float:
-        if not self.device.on_gpu or self.config.cache.memory_gib is not None:
-            return super().pool_budget()
-        hops = 2 * (self._in.nbytes + self._out.nbytes)  # what is attended over, and its results
-        return gpu_pool_budget(self.device, self.config, self.specs, 0, hops)
+    def memory_taken(self) -> tuple[int, int]:
+        weights, step = super().memory_taken()
+        return weights, step + self._in.nbytes + self._out.nbytes
 
     def regions(self) -> dict[str, RegionRef]:
         return self.pool.regions() | {"hop": self._in_region.ref}
