@@ -162,7 +162,9 @@ class LocalForward:
         """What was sampled; adds the time of each part to ``stats`` (on a GPU the time to launch
         it, but for sampling, which waits for all of the step)."""
         if self._copier is not None:
+            on_host = batch.query_starts, batch.lengths_r
             batch = self._copier.move(batch)
+            self._backend.plan(on_host, batch.lengths_r)
         if self._loop is not None and on_layer is None and self._loop.serves(batch):
             attn_out, carry = self._loop.run(batch, stats)
         else:
