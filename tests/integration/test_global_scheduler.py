@@ -1,16 +1,22 @@
 """The interface of researchers' scripts, on a local Ray."""
 
+import os
+
 import pytest
 import ray
 
 from cloverinfer import CacheConfig, ClusterConfig, GlobalScheduler, ModelConfig
+from cloverinfer.orchestrator.executors.ray import ALL_GPUS
 
 pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
 def scheduler():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # as in older versions of Ray
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     made = GlobalScheduler.remote(
         ClusterConfig(
             num_prefill_workers=1,
@@ -26,6 +32,18 @@ def scheduler():
     yield made
     ray.get(made.shutdown_cluster.remote())
     ray.shutdown()
+
+
+def test_nodes_see_the_gpus_of_their_host(scheduler):
+    """Ray hides them from actors that ask for none."""
+
+    @ray.remote(num_cpus=0)
+    class Actor:
+        def visible(self):
+            return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    node = Actor.options(runtime_env={"env_vars": ALL_GPUS}).remote()
+    assert ray.get([Actor.remote().visible.remote(), node.visible.remote()]) == ["", "0,1"]
 
 
 def test_text_and_metrics(scheduler):

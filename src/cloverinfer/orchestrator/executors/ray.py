@@ -33,7 +33,7 @@ from .base import STOP_SECONDS, Executor, OnDeath, Progress
 from .process import SPIN_COUNT
 
 log = logging.getLogger(__name__)
-_ALL_GPUS = {
+ALL_GPUS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
 }
@@ -93,7 +93,7 @@ class RayExecutor(Executor):
     ) -> Placement:
         self._hosts.connect(progress)
         for name, options in self._hosts.reserve(names, room_timeout, progress).items():
-            env = {"env_vars": {"GOMP_SPINCOUNT": SPIN_COUNT, **_ALL_GPUS}}
+            env = {"env_vars": {"GOMP_SPINCOUNT": SPIN_COUNT, **ALL_GPUS}}
             self._actors[name] = NodeActor.options(**options, runtime_env=env).remote()
         asked = {actor.place.remote(name).future(): name for name, actor in self._actors.items()}
         deadline = time.monotonic() + _PLACE_SECONDS
