@@ -151,6 +151,16 @@ def test_a_lane_that_always_has_a_step_waits_for_nothing() -> None:
     assert [record.wait_seconds for record in c.scheduler.step_log] == [0.0] * 6
 
 
+def test_a_lane_with_a_step_in_flight_does_not_stand_still() -> None:
+    c = ahead()
+    start(c, endless(0, 4, max_tokens=2))
+    land(c)
+    c.now += 1.0
+    start(c, endless(1, 4))
+    assert plans(c)[-1][0] == [1]
+    assert c.scheduler.step_log[-1].wait_seconds == 0.0
+
+
 @pytest.mark.parametrize(
     ("role", "device", "given", "depth"),
     [
@@ -236,6 +246,17 @@ def test_nobody_is_preempted_by_a_step_ahead_nor_while_in_one() -> None:
     c.run()
     c.check_end()
     assert S.PREEMPTED not in c.requests[0].times
+
+
+def test_for_want_of_a_block_nobody_goes_ahead_of_who_came_before() -> None:
+    c = ahead(blocks=7)
+    start(c, endless(0, 6), endless(1, 7), endless(2, 5))
+    while c.requests[2].state is not S.PREEMPTED:
+        land(c)
+    assert c.requests[0].num_computed == 8, "it needs its third block"
+    assert all(rows[:2] == [0, 1] for rows, *_ in plans(c))
+    c.run()
+    c.check_end()
 
 
 def test_who_waits_for_a_block_lets_no_other_lane_fly_ahead() -> None:

@@ -84,7 +84,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return self.state in TERMINAL
+        return self.ended_in is not None
 
     def all_token_ids(self) -> list[int]:
         return self.prompt_token_ids + self.output_token_ids

@@ -252,6 +252,7 @@ class Engine:
         try:
             while not self._closing.is_set():
                 self._turn()
+            self._deliver(self.clock())
         except Exception as problem:
             log.exception("the engine failed")
             self.failure = f"{type(problem).__name__}: {problem}"
@@ -283,6 +284,8 @@ class Engine:
                     self._scheduler.on_step_failed(message, self.clock())
 
     def _turn(self) -> None:
+        """Nodes are given their next steps before anybody hears of the last ones: what follows is
+        done while they compute."""
         self._drain_commands(self.clock())
         self._expire()
         now = self.clock()
@@ -416,7 +419,6 @@ class Engine:
             scheduler.on_step_failed(message, now)
         else:
             log.warning("dropped a %s", type(message).__name__)
-        self._deliver(now)
 
     def _on_attention(self, done: AttentionDone, now: float) -> None:
         self._reports.attention(done)
@@ -451,8 +453,9 @@ class Engine:
         number = event.request.number
         live = self._touched[number] = self._live[number]
         live.hear(event)
-        self._begin_followers(live, now)
-        if live.stream.stopped and not event.request.finished:
+        if live.followers:
+            self._begin_followers(live, now)
+        if live.stream.stopped and not event.finished:
             self._scheduler.finish(number, "stop", now)
 
     def _end(self, live: Live, now: float) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Union
 
+import msgspec
+
 from ..core.errors import CloverError, RequestError, check_text
 from ..core.logprobs import TokenLogprobs
 from ..core.request import Request
@@ -14,8 +16,7 @@ from ..scheduler import TokenEvent
 from .text import TextStream
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """What is new of a request."""
 
     text: str
@@ -93,7 +94,7 @@ class Live:
 
     def chunk(self) -> Chunk:
         """All that has not been handed out."""
-        return Chunk(**self._take())
+        return self._take()
 
     @property
     def ending(self) -> tuple[str | None, str | None]:
@@ -107,23 +108,25 @@ class Live:
         reason = request.finish_reason
         if reason == "length" and self.stream.stopped:
             reason = "stop"  # the last token that was allowed completed a stop string
-        return Chunk(
-            **self._take(),
+        return msgspec.structs.replace(
+            self._take(),
             finish_reason=reason,
             error=request.error,
             metrics=metrics,
             stop_reason=self._stop_reason() if reason == "stop" else None,
         )
 
-    def _take(self) -> dict[str, Any]:
-        wanted = self.request.sampling.logprobs is not None
-        new = {
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "logprobs": self.logprobs if wanted else None,
-            "index": self.index,
-            "prompt_logprobs": self._take_prompt_logprobs(),
-        }
+    def _take(self) -> Chunk:
+        sampling = self.request.sampling
+        new = Chunk(
+            self.text,
+            self.token_ids,
+            logprobs=self.logprobs if sampling.logprobs is not None else None,
+            index=self.index,
+            prompt_logprobs=(
+                self._take_prompt_logprobs() if sampling.prompt_logprobs is not None else None
+            ),
+        )
         self.text, self.token_ids, self.logprobs = "", [], []
         return new
 

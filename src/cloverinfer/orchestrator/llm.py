@@ -261,24 +261,27 @@ class _Batch:
     def __init__(self, engine: AsyncLLM, limit: int) -> None:
         self._engine = engine
         self._limit = limit
-        self._arrived: queue.SimpleQueue[tuple[int, Chunk | CloverError]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[int, Chunk | CloverError]] = queue.SimpleQueue()
+        """Last chunks of sequences, and errors, by prompt. The thread that waits for them is not
+        woken for others: it would take the interpreter from the engine's at every token."""
+        self._chunks: dict[int, list[Chunk]] = {}
+        """Of each prompt, written by the engine's thread until its last sequence has ended."""
         self._names: dict[int, str] = {}
         self._left: dict[int, _Left] = {}
         self._live = 0
 
     def run(self, asks: Sequence[_Ask], cache_salt: str | None) -> list[Completion]:
-        chunks: list[list[Chunk]] = [[] for _ in asks]
         begun = 0
         try:
             while begun < len(asks) or self._names:
                 while begun < len(asks) and self._fits(asks[begun][1].n):
                     self._begin(begun, asks[begun], cache_salt)
                     begun += 1
-                self._take(chunks)
+                self._take()
         finally:
             for name in self._names.values():
                 self._engine.abort(name)
-        return [_grouped(parts) for parts in chunks]
+        return [_grouped(self._chunks[i]) for i in range(len(asks))]
 
     def _fits(self, count: int) -> bool:
         """Alone, what the queue may refuse is tried."""
@@ -286,23 +289,29 @@ class _Batch:
 
     def _begin(self, i: int, ask: _Ask, cache_salt: str | None) -> None:
         prompt, sampling, priority = ask
+        chunks: list[Chunk] = []
+        self._chunks[i] = chunks
+
+        def sink(item: Chunk | CloverError) -> None:
+            if isinstance(item, CloverError):
+                self._ended.put((i, item))
+                return
+            chunks.append(item)
+            if item.finish_reason is not None:
+                self._ended.put((i, item))
+
         self._names[i] = self._engine.submit(
-            prompt,
-            sampling,
-            lambda item: self._arrived.put((i, item)),
-            priority=priority,
-            cache_salt=cache_salt,
+            prompt, sampling, sink, priority=priority, cache_salt=cache_salt
         )
         self._left[i] = _Left(sampling.n)
         self._live += sampling.n
 
-    def _take(self, chunks: list[list[Chunk]]) -> None:
-        i, item = self._arrived.get()
+    def _take(self) -> None:
+        i, item = self._ended.get()
         chunk = self._left[i].take(item)
-        chunks[i].append(chunk)
         if chunk.finish_reason == "error":
             raise CloverError(f"prompt {i} failed: {chunk.error}")
-        self._live -= chunk.finish_reason is not None
+        self._live -= 1
         if not self._left[i]:
             del self._names[i]
 

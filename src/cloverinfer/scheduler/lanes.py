@@ -58,14 +58,6 @@ class LanePlanner:
             if victim is seat:
                 return
 
-    def make_room_ahead(self, lane: Lane) -> bool:
-        """The same for the rows that a lane's next step has while one is in flight. False where
-        blocks are short: nobody is preempted before what is in flight has landed, and nobody goes
-        on at a home where another waits for that."""
-        if lane.node.name in self._short:
-            return False
-        return all(_lengthen(seat) for seat in _going(lane) if seat.room <= seat.planned)
-
     def preempt(self, seat: Seat, now: float) -> None:
         """Takes all from a request; it is prefilled anew with what it has said so far."""
         request = seat.request
@@ -79,15 +71,31 @@ class LanePlanner:
         self.preemptions += 1
 
     def choose_rows(self, lane: Lane) -> list[Row]:
-        """Rows of the lane's next step; empty where it has nothing to do."""
+        """Rows of an idle lane's next step; empty where it has nothing to do."""
+        return self._rows(lane, sorted(lane.members.values(), key=_order))
+
+    def choose_rows_ahead(self, lane: Lane) -> list[Row]:
+        """Rows that the lane's next step has whatever the one in flight says, their tables
+        lengthened. None where blocks are short: nobody is preempted before what is in flight has
+        landed, and nobody goes on at a home where another waits for that."""
+        if lane.node.name in self._short:
+            return []
         going = _going(lane)
-        decodes = [seat for seat in going if seat.unplanned == 1]
-        prefills = [seat for seat in going if seat.unplanned > 1]
+        if not all(_lengthen(seat) for seat in going if seat.room <= seat.planned):
+            return []
+        return self._rows(lane, going)
+
+    def _rows(self, lane: Lane, seats: list[Seat]) -> list[Row]:
+        """Of the seats, in order, under the token budget."""
+        decodes: list[Seat] = []
+        prefills: list[Seat] = []
+        for seat in seats:
+            (decodes if seat.unplanned == 1 else prefills).append(seat)
         budget = self._state.config.max_num_batched_tokens
         # A prefill that found no room beside decode rows gets it in the next step.
         reserve = self._least(prefills[0]) if prefills and lane.starved else 0
-        able = [seat for seat in decodes if seat.room > seat.planned]
-        rows = [_row(seat, 1) for seat in able[: max(budget - reserve, 0)]]
+        able = [seat for seat in decodes if seat.room > seat.planned][: max(budget - reserve, 0)]
+        rows = [Row(seat, seat.planned, 1, samples=True) for seat in able]
         chunks = self._chunks(prefills, budget - len(rows), alone=not rows)
         lane.starved = bool(prefills) and not chunks
         return self._by_home(lane.node, rows + chunks)
@@ -104,7 +112,7 @@ class LanePlanner:
                 size = seat.block_size
                 end = (seat.planned + max(budget, least)) // size * size
                 count = end - seat.planned
-            rows.append(_row(seat, count))
+            rows.append(Row(seat, seat.planned, count, samples=count == seat.unplanned))
             budget -= count
         return rows
 
@@ -129,10 +137,6 @@ def _order(seat: Seat) -> Order:
     return seat.order
 
 
-def _row(seat: Seat, count: int) -> Row:
-    return Row(seat, seat.planned, count, samples=count == seat.unplanned)
-
-
 def _lengthen(seat: Seat) -> bool:
     """Blocks at home for one token more than are planned; False where there are too few."""
     assert seat.home is not None
@@ -145,14 +149,12 @@ def _lengthen(seat: Seat) -> bool:
 
 
 def _going(lane: Lane) -> list[Seat]:
-    """Members that the lane's next step may have as rows, in order.
+    """Members that may have a row while a step of the lane is in flight, in order.
 
     Those that need the host go together: one that went while another is in flight would never meet
     it again, and two steps would do the work of one.
     """
     seats = sorted(lane.members.values(), key=_order)
-    if not lane.flights:
-        return seats
     held = any(seat.needs_host and seat.in_flight for seat in seats)
     return [seat for seat in seats if _goes_on(seat) and not (held and seat.needs_host)]
 

@@ -85,12 +85,13 @@ class PlanWriter:
         number = seat.request.number
         pool = node.pool
         told = node.told.get(number)
+        held = pool.num_held(number) if pool is not None else 0
         if told is None:
             joins.append(self._join(node, seat))
-            node.told[number] = pool.num_held(number) if pool is not None else 0
-        elif pool is not None and pool.num_held(number) > told:
+            node.told[number] = held
+        elif pool is not None and held > told:
             blocks.append((number, pool.table(number, told)))
-            node.told[number] = pool.num_held(number)
+            node.told[number] = held
 
     def _join(self, node: Node, seat: Seat) -> Join:
         request, home = seat.request, seat.home
@@ -182,4 +183,4 @@ def _waited(lane: Lane, now: float) -> float:
 def _decodes(row: Row) -> bool:
     """The row computes the one token that was sampled last, or is about to be."""
     request = row.seat.request
-    return row.count == 1 and (bool(request.output_token_ids) or row.start >= request.num_prompt)
+    return row.count == 1 and (row.start >= request.num_prompt or bool(request.output_token_ids))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..core.errors import ConfigError
 from ..core.logprobs import TokenLogprobs
@@ -46,8 +47,7 @@ class HungNode:
     reason: str
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """A request's next token, in order."""
 
     request: Request

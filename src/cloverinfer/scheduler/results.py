@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..core.logprobs import TokenLogprobs
@@ -42,15 +41,19 @@ class Results:
             self.step_failed(StepFailed(done.node, done.lane, done.step, error), now)
             return []
         events: list[TokenEvent] = []
-        sampled = _sampled(done)
+        sampled = iter(_sampled(done))
         for i, row in enumerate(self._land(lane, now).rows):
             said = next(sampled) if row.samples else None
-            if row.seat.request.finished:
+            request = row.seat.request
+            if request.finished:
                 self._drop(row.seat, now)
-            else:
-                if i in done.prompt_logprobs:
-                    row.seat.request.score(row.start, done.prompt_logprobs[i])
-                self._advance(lane, row, said, now, events)
+                continue
+            if i in done.prompt_logprobs:
+                request.score(row.start, done.prompt_logprobs[i])
+            request.num_computed = row.start + row.count
+            self._confirm(lane, row)
+            if said is not None:
+                self._hear(lane, row.seat, said, now, events)
         _mark_idle(lane, now)
         return events
 
@@ -122,14 +125,11 @@ class Results:
         self.dropped += 1
         self._state.settle(seat, now)
 
-    def _advance(
-        self, lane: Lane, row: Row, said: _Said | None, now: float, events: list[TokenEvent]
+    def _hear(
+        self, lane: Lane, seat: Seat, said: _Said, now: float, events: list[TokenEvent]
     ) -> None:
-        seat, request = row.seat, row.seat.request
-        request.num_computed = row.start + row.count
-        self._confirm(lane, row)
-        if said is None:
-            return
+        """Takes what the request's row sampled."""
+        request = seat.request
         if request.sampling.max_tokens == 0:
             self._state.end(seat, RequestState.FINISHED, "length", now)
             return
@@ -154,10 +154,9 @@ class Results:
         """Makes blocks that this step filled findable in the pool they were computed into."""
         node = lane.node if lane.node.pool is not None else row.seat.home
         assert node is not None
-        size = node.cache().block_size
-        if row.start // size == (row.start + row.count) // size:
-            return
-        _confirm_in(node.cache(), row.seat.request)
+        pool = node.cache()
+        if row.start // pool.block_size != (row.start + row.count) // pool.block_size:
+            _confirm_in(pool, row.seat.request)
 
     def _confirm_home(self, seat: Seat) -> None:
         assert seat.home is not None
@@ -179,9 +178,11 @@ class Results:
         self._state.ready[seat.request.number] = seat
 
 
-def _sampled(done: StepDone) -> Iterator[_Said]:
-    for i, token in enumerate(done.tokens):
-        yield _Said(token, done.logprobs.get(i), done.errors.get(i, ""))
+def _sampled(done: StepDone) -> list[_Said]:
+    if not done.logprobs and not done.errors:
+        return [_Said(token, None, "") for token in done.tokens]
+    said = enumerate(done.tokens)
+    return [_Said(token, done.logprobs.get(i), done.errors.get(i, "")) for i, token in said]
 
 
 def _confirm_in(pool: KVCacheManager, request: Request) -> None:

@@ -20,7 +20,7 @@ from .lanes import LanePlanner
 from .plans import PlanWriter
 from .records import HungNode, SchedNode, StepRecord, TokenEvent, topology_of
 from .results import Results
-from .state import Lane, State
+from .state import Lane, Row, State
 
 STEP_LOG_LENGTH = 65536
 """Step records kept for whoever reads them; the oldest are dropped."""
@@ -79,15 +79,14 @@ class Scheduler:
         self._admission.admit()
         for lane in state.lanes():
             if not lane.flights and lane.members and lane.usable:
-                self._launch(lane, now)
+                self._launch(lane, self._planner.choose_rows(lane), now)
         for lane in state.lanes():
-            if lane.may_go_ahead and self._planner.make_room_ahead(lane):
-                self._launch(lane, now)
+            if lane.may_go_ahead:
+                self._launch(lane, self._planner.choose_rows_ahead(lane), now)
         messages, state.outbox = state.outbox, []
         return [(name, message) for name, message in messages if state.nodes[name].alive]
 
-    def _launch(self, lane: Lane, now: float) -> None:
-        rows = self._planner.choose_rows(lane)
+    def _launch(self, lane: Lane, rows: list[Row], now: float) -> None:
         if rows:
             self.step_log.append(self._writer.launch(lane, rows, now))
 

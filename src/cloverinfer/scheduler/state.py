@@ -98,7 +98,7 @@ class Seat:
         return node.cache().block_size
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Row:
     """One row of a step."""
 
