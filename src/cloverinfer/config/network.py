@@ -54,7 +54,8 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     checksum: str = "none"
     """none, or crc32c: of every block of a KV transfer, checked by the receiver."""
     staging_mib: int = 64
-    """Ring in MiB that a receiver takes blocks in where the sender's layout differs."""
+    """Ring in MiB that a receiver takes blocks in where the sender's layout differs or the pool is
+    on a device that the wire does not reach; a sender's mirror of such a pool has as much."""
     rdma_device: str | None = None
     """Device of the rdma transport, as ``cloverinfer verify`` names it (mlx5_0); None: the first
     whose port is active."""
