@@ -47,6 +47,7 @@ class Case:
 def time_us(run: Callable[[int], object], buffers: int) -> float:
     """Of one launch, the median of replays."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for i in range(3):
             run(i % buffers)

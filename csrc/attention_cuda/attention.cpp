@@ -84,6 +84,10 @@ Attention::Attention(int device, void* pool, int64_t pool_bytes, int block_size,
   const DeviceGuard guard(device_);
   check(cudaDeviceGetAttribute(&processors_, cudaDevAttrMultiProcessorCount, device_),
         "counting multiprocessors");
+  int major = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_),
+        "asking for the compute capability");
+  early_launch_ = major >= 9;
   void* bad = nullptr;
   check(cudaHostAlloc(&bad, sizeof(int), cudaHostAllocMapped | cudaHostAllocPortable),
         "allocating host memory");
@@ -170,6 +174,22 @@ void Attention::append(int layer, const AppendParams& call, cudaStream_t stream)
   params.v_scale = of.config.v_scale;
   params.bad = bad_.get();
   check(cuda::append(params, stream), "appending");
+}
+
+void Attention::append_rotated(int layer, const RotateParams& rows, const int64_t* slots,
+                               cudaStream_t stream) {
+  const DeviceGuard guard(device_);
+  const Layer& of = layers_.at(layer);
+  AppendParams to = {};
+  to.pool = of.pool;
+  to.slots = slots;
+  to.k_scale = of.config.k_scale;
+  to.v_scale = of.config.v_scale;
+  to.bad = bad_.get();
+  Target target;
+  target.stream = stream;
+  target.early = early_launch_;
+  check(cuda::append_rotated(rows, to, target), "rotating and appending");
 }
 
 void Attention::attend(int layer, const AttendCall& call, cudaStream_t stream) {

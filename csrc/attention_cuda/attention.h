@@ -65,6 +65,11 @@ class Attention {
   // `dtype` is of k and v: the layer's, or bfloat16 or float16 where that is float8.
   void append(int layer, const AppendParams& call, cudaStream_t stream);
 
+  // Rotates queries where they are, and keys on their way to `slots`; k and v of `rows` are not
+  // read.
+  void append_rotated(int layer, const RotateParams& rows, const int64_t* slots,
+                      cudaStream_t stream);
+
   void attend(int layer, const AttendCall& call, cudaStream_t stream);
 
   // Keys and values of positions first to length - 1 of one row, as they are stored: without the
@@ -99,6 +104,7 @@ class Attention {
   int num_blocks_;
   bool fixed_splits_;
   int processors_ = 0;
+  bool early_launch_ = false;  // kernels may be launched before those before them have ended
   std::vector<Layer> layers_;
   int64_t slots_ = 0;
   int64_t floats_ = 0;

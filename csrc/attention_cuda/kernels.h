@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "attention_cuda/params.h"
+#include "dense_cuda/kernels.h"
 
 namespace clover::cuda {
 
@@ -41,6 +42,9 @@ struct AppendParams {
 };
 
 cudaError_t append(const AppendParams& params, cudaStream_t stream);
+
+// Of `to` only the pool, the slots and what belongs to them count.
+cudaError_t append_rotated(const RotateParams& rows, const AppendParams& to, const Target& target);
 
 struct GatherParams {
   PoolView pool;

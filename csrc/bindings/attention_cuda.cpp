@@ -13,6 +13,7 @@
 
 #ifdef CLOVER_HAVE_CUDA
 #include "attention_cuda/attention.h"
+#include "bindings/rotation.h"
 #endif
 
 namespace py = pybind11;
@@ -121,6 +122,19 @@ void append(Attention& self, int layer, int64_t stream, int dtype, int64_t k, in
   self.append(layer, call, stream_of(stream));
 }
 
+void append_rotated(Attention& self, int layer, int64_t stream, int dtype, int tokens,
+                    HeadSizes sizes, float eps, Strided qkv, int64_t positions, RopeTable table,
+                    int64_t norm, int64_t slots) {
+  const cuda::LayerConfig& of = checked_layer(self, layer, dtype, false);
+  const cuda::RotateParams rows =
+      rotation(dtype, tokens, sizes, eps, qkv, positions, table, norm, qkv);
+  if (rows.kv_heads != of.kv_heads || rows.head_dim != of.k_dim || rows.head_dim != of.v_dim)
+    throw std::invalid_argument("rows do not have the heads of the layer");
+  const int64_t* const at_slots = at_address<int64_t>(slots, "slots");
+  py::gil_scoped_release release;
+  self.append_rotated(layer, rows, at_slots, stream_of(stream));
+}
+
 cuda::AttendCall attend_call(Attention& self, int layer, int dtype, int64_t q, int64_t q_stride,
                              int64_t starts, int64_t tables, int64_t table_stride, int64_t lengths,
                              int rows, int tokens, int64_t o, int64_t lse) {
@@ -206,6 +220,7 @@ void bind_pool(py::module_& m) {
            py::arg("window"), py::arg("softcap"), py::arg("k_scale"), py::arg("v_scale"),
            py::arg("sinks"), py::arg("alibi_slopes"))
       .def("append", &append)
+      .def("append_rotated", &append_rotated)
       .def("attend", &attend)
       .def("gather", &gather)
       .def("copy_blocks", &copy_blocks)

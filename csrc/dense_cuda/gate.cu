@@ -1,6 +1,6 @@
 // SiLU of the gate times the up projection, of rows that hold both.
+#include "common/launch.cuh"
 #include "dense_cuda/kernels.h"
-#include "dense_cuda/launch.cuh"
 #include "dense_cuda/pack.cuh"
 
 namespace clover::cuda {

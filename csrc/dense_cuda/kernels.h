@@ -64,7 +64,8 @@ cudaError_t gate(const GateParams& params, const Target& target);
 
 // Queries and keys of fused rows, normalised where there is a norm, then rotated:
 //   y[j] = x[j] * cos[p, j] + x[(j + d / 2) % d] * sin[p, j], p the token's position,
-// in float32 and rounded once. q, k and v may be where they are read; values are copied elsewhere.
+// in float32 and rounded once. Both halves of cos are alike, and those of sin opposed, as
+// models/rope.py makes them. q, k and v may be where they are read; values are copied elsewhere.
 struct RotateParams {
   const void* qkv;  // [tokens, (heads + 2 kv_heads) * head_dim]
   int64_t stride;

@@ -1,7 +1,7 @@
 // The norm of rows, with what comes before it: an embedding's row, or the residual's addition. One
 // thread block per row, which stays in registers.
+#include "common/launch.cuh"
 #include "dense_cuda/kernels.h"
-#include "dense_cuda/launch.cuh"
 #include "dense_cuda/pack.cuh"
 
 namespace clover::cuda {
@@ -60,14 +60,6 @@ __device__ __forceinline__ Pack<T, V> scaled(const Pack<T, V>& x, const Pack<T, 
   for (int i = 0; i < V; ++i)
     y.values[i] = narrow<T>(widen(x.values[i]) * factor * widen(weight.values[i]));
   return y;
-}
-
-template <typename T, int V>
-__device__ __forceinline__ float squares(const Pack<T, V>& x) {
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < V; ++i) sum += widen(x.values[i]) * widen(x.values[i]);
-  return sum;
 }
 
 // `N` packs per thread.

@@ -48,4 +48,12 @@ __device__ __forceinline__ void store_pack(void* data, int64_t element, const Pa
   *reinterpret_cast<Pack<T, V>*>(static_cast<T*>(data) + element) = pack;
 }
 
+template <typename T, int V>
+__device__ __forceinline__ float squares(const Pack<T, V>& x) {
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < V; ++i) sum += widen(x.values[i]) * widen(x.values[i]);
+  return sum;
+}
+
 }  // namespace clover::cuda

@@ -23,7 +23,18 @@ cudaError_t rotate(const RotateParams& params, const Target& target) {
   const int64_t values_at = int64_t{params.heads + params.kv_heads} * params.head_dim;
   const void* values = static_cast<const char*>(params.qkv) + values_at * dtype_bytes(params.dtype);
   const bool stay = params.v == values && params.v_stride == params.stride;
-  return rotate_to(params, Rows{}, !stay, target);
+  const Rotation<Rows> rotation = rotation_to(params, Rows{}, !stay);
+  switch (params.dtype) {
+    case DType::kFloat32:
+      return rotate_of<float>(rotation, target);
+    case DType::kBFloat16:
+      return rotate_of<__nv_bfloat16>(rotation, target);
+    case DType::kFloat16:
+      return rotate_of<__half>(rotation, target);
+    case DType::kFloat8E4M3:
+      break;
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace clover::cuda

@@ -2,13 +2,15 @@
 // instance's: rows as they are, or a pool. A few neighbouring lanes share a head.
 #pragma once
 
+#include "common/launch.cuh"
 #include "dense_cuda/kernels.h"
-#include "dense_cuda/launch.cuh"
 #include "dense_cuda/pack.cuh"
 
 namespace clover::cuda {
 
 constexpr int kRotateThreads = 128;
+constexpr int kRotateBlocks = 12;  // of a multiprocessor at least, so that enough is in flight
+constexpr int kWarpLanes = 32;
 
 // What the kernel is told: `place` answers where a token's keys and values go.
 template <typename Place>
@@ -26,48 +28,68 @@ __device__ __forceinline__ float head_sum(float value, int lanes) {
 }
 
 // One over the root of a head's mean square; of lanes without a head, anything.
-template <typename T, int V>
+template <typename T>
 __device__ __forceinline__ float head_factor(const RotateParams& rows, int64_t from, bool active,
                                              int lane, int lanes) {
   float sum = 0.f;
-  for (int at = lane * V; active && at < rows.head_dim; at += lanes * V) {
-    const Pack<T, V> x = load_pack<T, V>(rows.qkv, from + at);
-#pragma unroll
-    for (int i = 0; i < V; ++i) sum += widen(x.values[i]) * widen(x.values[i]);
-  }
+  for (int at = lane; active && at < rows.head_dim; at += lanes)
+    sum += squares(load_pack<T, 1>(rows.qkv, from + at));
   return rsqrtf(head_sum(sum, lanes) / static_cast<float>(rows.head_dim) + rows.eps);
 }
 
-// `V` elements of each half of a head, rotated against one another.
-template <typename T, int V>
+// `V` elements of each half of a head, rotated against one another: of a token's row of the table,
+// and a head's of the norm.
+template <typename T, int V, bool kNormed>
 __device__ __forceinline__ void rotate_pair(const RotateParams& rows, int64_t table, int64_t norm,
                                             int at, float factor, Pack<T, V>& low,
                                             Pack<T, V>& high) {
   const int half = rows.head_dim / 2;
-  const Pack<T, V> cos_low = load_pack<T, V>(rows.cos, table + at);
-  const Pack<T, V> cos_high = load_pack<T, V>(rows.cos, table + half + at);
-  const Pack<T, V> sin_low = load_pack<T, V>(rows.sin, table + at);
-  const Pack<T, V> sin_high = load_pack<T, V>(rows.sin, table + half + at);
+  const Pack<T, V> cos = load_pack<T, V>(rows.cos, table + half + at);
+  const Pack<T, V> sin = load_pack<T, V>(rows.sin, table + half + at);
   Pack<T, V> norm_low, norm_high;
-  if (rows.norm != nullptr) {
+  if constexpr (kNormed) {
     norm_low = load_pack<T, V>(rows.norm, norm + at);
     norm_high = load_pack<T, V>(rows.norm, norm + half + at);
   }
 #pragma unroll
   for (int i = 0; i < V; ++i) {
     float a = widen(low.values[i]), b = widen(high.values[i]);
-    if (rows.norm != nullptr) {
+    if constexpr (kNormed) {
       a *= factor * widen(norm_low.values[i]);
       b *= factor * widen(norm_high.values[i]);
     }
-    low.values[i] = narrow<T>(a * widen(cos_low.values[i]) + b * widen(sin_low.values[i]));
-    high.values[i] = narrow<T>(b * widen(cos_high.values[i]) + a * widen(sin_high.values[i]));
+    low.values[i] = narrow<T>(a * widen(cos.values[i]) - b * widen(sin.values[i]));
+    high.values[i] = narrow<T>(b * widen(cos.values[i]) + a * widen(sin.values[i]));
+  }
+}
+
+__device__ __forceinline__ int64_t table_row(const RotateParams& rows, int token) {
+  const int64_t position = rows.positions[token];
+  return (position < 0                 ? 0
+          : position < rows.table_rows ? position
+                                       : rows.table_rows - 1) *
+         rows.head_dim;
+}
+
+template <typename T, int V, typename Place>
+__device__ __forceinline__ void store_pair(const Rotation<Place>& params, int token, int head,
+                                           int at, const Pack<T, V>& low, const Pack<T, V>& high) {
+  const RotateParams& rows = params.rows;
+  const int half = rows.head_dim / 2;
+  if (head < rows.heads) {
+    const int64_t to = token * rows.q_stride + int64_t{head} * rows.head_dim + at;
+    store_pack<T, V>(rows.q, to, low);
+    store_pack<T, V>(rows.q, to + half, high);
+  } else {
+    params.place.template key<T, V>(rows, token, head - rows.heads, at, low);
+    params.place.template key<T, V>(rows, token, head - rows.heads, half + at, high);
   }
 }
 
 // Heads of all tokens stand in one line: a token's queries, keys and the values that are copied.
-template <typename T, int V, typename Place>
-__global__ void __launch_bounds__(kRotateThreads)
+// In packs a lane has one of each half of its head; element by element, as many as there are.
+template <typename T, int V, bool kNormed, typename Place>
+__global__ void __launch_bounds__(kRotateThreads, kRotateBlocks)
     rotate_kernel(const __grid_constant__ Rotation<Place> params) {
   const RotateParams& rows = params.rows;
   let_next_start();
@@ -75,33 +97,38 @@ __global__ void __launch_bounds__(kRotateThreads)
   const int rotated = rows.heads + rows.kv_heads, each = rotated + params.copied;
   const unsigned item = (blockIdx.x * kRotateThreads + threadIdx.x) >> params.lanes_log2;
   const int token = static_cast<int>(item / each), head = static_cast<int>(item % each);
-  const bool active = token < rows.tokens;
+  const bool active = token < rows.tokens && head < rotated;
   const int64_t from = token * rows.stride + int64_t{head} * rows.head_dim;
+  const int64_t norm = int64_t{head} * rows.head_dim;
   wait_for_previous();
-  float factor = 1.f;
-  if (rows.norm != nullptr)
-    factor = head_factor<T, V>(rows, from, active && head < rotated, lane, lanes);
-  if (!active) return;
-  if (head >= rotated) {
+  if (token < rows.tokens && head >= rotated)
     for (int at = lane * V; at < rows.head_dim; at += lanes * V)
       params.place.template value<T, V>(rows, token, head - rotated, at,
                                         load_pack<T, V>(rows.qkv, from + at));
-    return;
-  }
-  int64_t position = rows.positions[token];
-  position = position < 0 ? 0 : position < rows.table_rows ? position : rows.table_rows - 1;
-  for (int at = lane * V; at < half; at += lanes * V) {
-    Pack<T, V> low = load_pack<T, V>(rows.qkv, from + at);
-    Pack<T, V> high = load_pack<T, V>(rows.qkv, from + half + at);
-    rotate_pair<T, V>(rows, position * rows.head_dim, int64_t{head} * rows.head_dim, at, factor,
-                      low, high);
-    if (head < rows.heads) {
-      const int64_t to = token * rows.q_stride + int64_t{head} * rows.head_dim;
-      store_pack<T, V>(rows.q, to + at, low);
-      store_pack<T, V>(rows.q, to + half + at, high);
-    } else {
-      params.place.template key<T, V>(rows, token, head - rows.heads, at, low);
-      params.place.template key<T, V>(rows, token, head - rows.heads, half + at, high);
+  if constexpr (V > 1) {
+    const int at = lane * V;
+    const bool mine = active && at < half;
+    Pack<T, V> low = {}, high = {};
+    if (mine) {
+      low = load_pack<T, V>(rows.qkv, from + at);
+      high = load_pack<T, V>(rows.qkv, from + half + at);
+    }
+    float factor = 1.f;
+    if constexpr (kNormed) {
+      const float sum = head_sum(squares(low) + squares(high), lanes);
+      factor = rsqrtf(sum / static_cast<float>(rows.head_dim) + rows.eps);
+    }
+    if (!mine) return;
+    rotate_pair<T, V, kNormed>(rows, table_row(rows, token), norm, at, factor, low, high);
+    store_pair<T, V>(params, token, head, at, low, high);
+  } else {
+    float factor = 1.f;
+    if constexpr (kNormed) factor = head_factor<T>(rows, from, active, lane, lanes);
+    for (int at = lane; active && at < half; at += lanes) {
+      Pack<T, 1> low = load_pack<T, 1>(rows.qkv, from + at);
+      Pack<T, 1> high = load_pack<T, 1>(rows.qkv, from + half + at);
+      rotate_pair<T, 1, kNormed>(rows, table_row(rows, token), norm, at, factor, low, high);
+      store_pair<T, 1>(params, token, head, at, low, high);
     }
   }
 }
@@ -113,21 +140,24 @@ inline bool rotates_in_packs(const RotateParams& rows, int width) {
       reinterpret_cast<uintptr_t>(rows.q) | reinterpret_cast<uintptr_t>(rows.k) |
       reinterpret_cast<uintptr_t>(rows.v);
   const int64_t strides = rows.stride | rows.q_stride | rows.k_stride | rows.v_stride;
-  return addresses % kAccessBytes == 0 && rows.head_dim / 2 % width == 0 && strides % width == 0;
+  return addresses % kAccessBytes == 0 && rows.head_dim / 2 % width == 0 &&
+         rows.head_dim / 2 <= kWarpLanes * width && strides % width == 0;
 }
 
 template <typename T, int V, typename Place>
 cudaError_t launch_rotation(Rotation<Place> params, const Target& target) {
   const RotateParams& rows = params.rows;
   params.lanes_log2 = 0;
-  while (params.lanes_log2 < 5 && (V << params.lanes_log2) < rows.head_dim / 2) ++params.lanes_log2;
+  while ((1 << params.lanes_log2) < kWarpLanes && (V << params.lanes_log2) < rows.head_dim / 2)
+    ++params.lanes_log2;
   const int64_t heads = int64_t{rows.tokens} * (rows.heads + rows.kv_heads + params.copied);
   const int64_t threads = heads << params.lanes_log2;
   if (threads > INT32_MAX) return cudaErrorInvalidValue;
   const int64_t blocks = (threads + kRotateThreads - 1) / kRotateThreads;
   const Launch how = {dim3(static_cast<unsigned>(blocks)), kRotateThreads, target.stream,
                       target.early};
-  return launch(rotate_kernel<T, V, Place>, how, params);
+  return rows.norm == nullptr ? launch(rotate_kernel<T, V, false, Place>, how, params)
+                              : launch(rotate_kernel<T, V, true, Place>, how, params);
 }
 
 template <typename T, typename Place>
@@ -139,20 +169,8 @@ cudaError_t rotate_of(const Rotation<Place>& params, const Target& target) {
 
 // `copied`: whether values are written where `place` says.
 template <typename Place>
-cudaError_t rotate_to(const RotateParams& rows, const Place& place, bool copied,
-                      const Target& target) {
-  const Rotation<Place> params = {rows, place, 0, copied ? rows.kv_heads : 0};
-  switch (rows.dtype) {
-    case DType::kFloat32:
-      return rotate_of<float>(params, target);
-    case DType::kBFloat16:
-      return rotate_of<__nv_bfloat16>(params, target);
-    case DType::kFloat16:
-      return rotate_of<__half>(params, target);
-    case DType::kFloat8E4M3:
-      break;
-  }
-  return cudaErrorInvalidValue;
+Rotation<Place> rotation_to(const RotateParams& rows, const Place& place, bool copied) {
+  return {rows, place, 0, copied ? rows.kv_heads : 0};
 }
 
 }  // namespace clover::cuda

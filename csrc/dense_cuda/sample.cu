@@ -1,8 +1,8 @@
 // One token of each row of logits. A row is cut into slices for the blocks of a cluster, and a
 // slice into runs for their warps; where a row is cut depends on its length alone, and everything
 // is added up in one order, so that a row's token does not depend on which rows it comes with.
+#include "common/launch.cuh"
 #include "dense_cuda/kernels.h"
-#include "dense_cuda/launch.cuh"
 #include "dense_cuda/reach.cuh"
 
 namespace clover::cuda {

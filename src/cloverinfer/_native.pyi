@@ -164,6 +164,23 @@ class CudaAttentionPool:
         tokens: int,
         /,
     ) -> None: ...
+    def append_rotated(
+        self,
+        layer: int,
+        stream: int,
+        dtype: int,
+        tokens: int,
+        sizes: tuple[int, int, int],
+        eps: float,
+        qkv: Rows,
+        positions: int,
+        table: tuple[int, int, int],
+        norm: int,
+        slots: int,
+        /,
+    ) -> None:
+        """As ``CudaDense.rotate``, queries in place and keys and values into their slots."""
+
     def attend(
         self,
         layer: int,
@@ -286,9 +303,7 @@ class CudaDense:
         stream: int,
         dtype: int,
         tokens: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
+        sizes: tuple[int, int, int],
         eps: float,
         qkv: Rows,
         positions: int,
@@ -299,7 +314,8 @@ class CudaDense:
         v: Rows,
         /,
     ) -> None:
-        """``table``: addresses of cos and sin, and their rows. ``norm``: 0 for none."""
+        """``sizes``: heads, KV heads, size of a head. ``table``: addresses of cos and sin, and
+        their rows. ``norm``: 0 for none."""
 
     def sample(
         self,

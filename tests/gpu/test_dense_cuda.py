@@ -11,10 +11,13 @@ import pytest
 import torch
 from tests.dense_twin import TwinKernels
 
-from cloverinfer.attention.cuda import missing
+from cloverinfer.attention.base import FusedRows
+from cloverinfer.attention.cuda import CudaAttention, missing
+from cloverinfer.kvcache.layout import KVSpec, PoolLayout
 from cloverinfer.models.base import QKV, ModelArch
 from cloverinfer.models.cuda_kernels import DenseKernels
 from cloverinfer.models.rope import rope_table
+from cloverinfer.transport.base import DeviceMemory
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -145,6 +148,53 @@ def test_no_rows() -> None:
     assert kernels.norm(empty, weight, 1e-5).shape == (0, 64)
     assert kernels.add_norm(empty, empty, weight, 1e-5)[0].shape == (0, 64)
     assert kernels.gate(empty).shape == (0, 32)
+
+
+POOLS = {
+    torch.float32: ["float32"],
+    torch.bfloat16: ["bfloat16", "float8_e4m3"],
+    torch.float16: ["float16", "float8_e4m3"],
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [(dtype, stored) for dtype in DTYPES for stored in POOLS[dtype]]
+)
+@pytest.mark.parametrize("dim", [16, 36, 128])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotation_into_the_pool(dtype: torch.dtype, stored: str, dim: int, normed: bool) -> None:
+    """To the bit what rotating and then appending leaves there."""
+    torch.manual_seed(dim)
+    tokens, heads, kv_heads = 37, 6, 2
+    scales = {"k_scale": 0.02, "v_scale": 0.03} if stored == "float8_e4m3" else {}
+    spec = KVSpec(kv_heads=kv_heads, k_dim=dim, v_dim=dim, dtype=stored, scale=1.0, **scales)
+    layout = PoolLayout((spec, spec), 16, 8)
+    slots = torch.randperm(128, device="cuda")[:tokens]
+    slots[5] = -1
+    cos, sin = (part.cuda() for part in rope_table(dim, 1e4, None, 300, dtype))
+    positions = torch.randint(0, 300, (tokens,), device="cuda")
+    norm = normal(heads + kv_heads, dim, dtype=dtype) if normed else None
+    qkv = normal(tokens, heads + 2 * kv_heads, dim, dtype=dtype)
+    pools, queries = [], []
+    for fused in (False, True):
+        pool = torch.zeros(layout.total_bytes, dtype=torch.uint8, device="cuda")
+        backend = CudaAttention()
+        backend.allocate(layout, heads, DeviceMemory(pool.data_ptr(), layout.total_bytes, 0))
+        rows = FusedRows(qkv.clone(), kv_heads, positions, (cos, sin), norm, 1e-6)
+        q, k, v = rows.parts
+        if fused:
+            assert backend.append_rotated(1, rows, slots).data_ptr() == q.data_ptr()
+        else:
+            kernels = kernels_of(dtype)
+            kernels.rotate(rows.qkv_thd, (q, k, v), positions, (cos, sin), norm, 1e-6)
+            backend.append(1, k, v, slots)
+        queries.append(q)
+        pools.append(pool)
+        torch.cuda.synchronize()
+        backend.close()
+    assert torch.equal(queries[0], queries[1])
+    assert torch.equal(pools[0], pools[1])
+    assert pools[0].any()
 
 
 def arch_of(family: str, **sizes: Any) -> ModelArch:

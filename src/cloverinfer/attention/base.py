@@ -126,3 +126,40 @@ class AttentionBackend(ABC):
     def native(self) -> NativeAttention | None:
         """For a layer loop without Python, once allocated; None where the backend has none."""
         return None
+
+
+@dataclass(frozen=True)
+class FusedRows:
+    """Queries, keys and values as one product leaves them, and how they are to be rotated.
+
+    h query heads, n KV heads, d their size, p positions of a table.
+    """
+
+    qkv_thd: torch.Tensor
+    """``[t, h + 2n, d]``; contiguous within a token."""
+    kv_heads: int
+    positions_t: torch.Tensor
+    """int64."""
+    rope: tuple[torch.Tensor, torch.Tensor]
+    """cos and sin ``[p, 1, d]``: ``y = x * cos[position] + roll(x, d / 2) * sin[position]``."""
+    norm_hd: torch.Tensor | None = None
+    """Weights ``[h + n, d]`` of a norm of each query and key before; None: there is none."""
+    eps: float = 0.0
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views: queries, keys, values."""
+        heads = self.qkv_thd.shape[1] - 2 * self.kv_heads
+        sizes = heads, self.kv_heads, self.kv_heads
+        q, k, v = torch.split_with_sizes(self.qkv_thd, sizes, 1)
+        return q, k, v
+
+
+class RotatesOnAppend(ABC):
+    """A backend that can also take rows before they are rotated, which saves a launch."""
+
+    @abstractmethod
+    def append_rotated(self, layer: int, rows: FusedRows, slots_t: torch.Tensor) -> torch.Tensor:
+        """Stores the rows' keys, rotated, and values as ``append`` does; returns the queries
+        ``[t, h, d]``, rotated where they are. Keys and values of ``rows`` may be left as they were.
+        """

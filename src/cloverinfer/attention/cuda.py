@@ -20,7 +20,13 @@ from ..core.errors import ConfigError
 from ..kvcache.layout import KVSpec, PoolLayout
 from ..transport.base import DeviceMemory
 from ._cuda_prompts import PROMPT_LEAST, Planned, Prompts, plan_prompts, sdpa, sdpa_serves
-from .base import AttentionBackend, Capabilities, HostRows
+from .base import (
+    AttentionBackend,
+    Capabilities,
+    FusedRows,
+    HostRows,
+    RotatesOnAppend,
+)
 from .pool import ALL_FEATURES, DTYPES, check_blocks, check_import, check_layout, check_tokens
 from .rows import merge_sinks
 
@@ -44,7 +50,7 @@ class _Layer:
     """Types of q."""
 
 
-class CudaAttention(AttentionBackend):
+class CudaAttention(AttentionBackend, RotatesOnAppend):
     """On torch's current device at ``allocate``. ``threads`` is not used. ``batch_invariant``: a
     row's result does not depend on which rows it shares a call with (fixed splits, one kernel).
     """
@@ -118,6 +124,36 @@ class CudaAttention(AttentionBackend):
         )
         if self._planned is not None:
             self._appended = layer, k_tnd, v_tne
+
+    def append_rotated(self, layer: int, rows: FusedRows, slots_t: torch.Tensor) -> torch.Tensor:
+        native, spec = self._open(), self._layers[layer].spec
+        assert self._planned is None, "a plan has use for keys and values"
+        qkv, (cos, sin), norm = rows.qkv_thd, rows.rope, rows.norm_hd
+        tokens, heads = qkv.shape[0], self._heads + 2 * spec.kv_heads
+        self._check_index("slots", slots_t, torch.int64)
+        self._check_index("positions", rows.positions_t, torch.int64)
+        check_tokens("qkv", qkv, (tokens, heads, spec.k_dim), qkv.dtype)
+        assert qkv.dtype in self._layers[layer].taken
+        assert slots_t.shape == rows.positions_t.shape == (tokens,)
+        assert cos.dtype == sin.dtype == qkv.dtype
+        assert cos.is_contiguous()
+        assert sin.is_contiguous()
+        self._check_devices(qkv=qkv, cos=cos, sin=sin)
+        if tokens:
+            native.append_rotated(
+                layer,
+                self._stream(),
+                _CODES[qkv.dtype],
+                tokens,
+                (self._heads, spec.kv_heads, spec.k_dim),
+                rows.eps,
+                (qkv.data_ptr(), qkv.stride(0)),
+                rows.positions_t.data_ptr(),
+                (cos.data_ptr(), sin.data_ptr(), cos.shape[0]),
+                0 if norm is None else norm.data_ptr(),
+                slots_t.data_ptr(),
+            )
+        return rows.parts[0]
 
     def attend(
         self,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .. import _native
+from ..attention.base import FusedRows
 from ..kvcache.layout import KVSpec
 
 Carry = tuple[torch.Tensor, ...]
@@ -88,6 +89,21 @@ class NativeDense(ABC):
         """A step of these tokens; both int64 and contiguous."""
 
 
+class UnrotatedStages(ABC):
+    """A dense half's stages for an attention backend that rotates what it appends."""
+
+    @abstractmethod
+    def stage_unrotated(
+        self,
+        i: int,
+        attn_out_the: torch.Tensor | None,
+        carry: Carry | None,
+        token_ids_t: torch.Tensor | None,
+        positions_t: torch.Tensor,
+    ) -> tuple[FusedRows, Carry]:
+        """Stage ``i`` below L, as ``DenseHalf.stage`` but for the rotation."""
+
+
 class DenseHalf(ABC):
     """Holds no state between calls but its weights; the same call gives the same result."""
 
@@ -135,4 +151,8 @@ class DenseHalf(ABC):
     def native(self) -> NativeDense | None:
         """The stages for a layer loop without Python; they give the same bits as ``stage``. None
         where the half has none."""
+        return None
+
+    def unrotated(self) -> UnrotatedStages | None:
+        """The stages for a ``RotatesOnAppend`` backend on ``device``. None where there are none."""
         return None

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import torch
 
-from .base import QKV, Carry, ModelArch
+from ..attention.base import FusedRows
+from .base import QKV, Carry, ModelArch, UnrotatedStages
 from .cuda_kernels import DenseKernels
 from .linear import Linear
-from .native import LayerWeights, ModelWeights
+from .native import ModelWeights
 
 
-class CudaStages:
+class CudaStages(UnrotatedStages):
     """``DenseHalf.stage`` and ``logits`` of ``weights``, which it reads where they are.
 
     ``rope``: cos and sin by position, ``[p, 1, d]``. ``kernels``: for the weights' type and device.
@@ -37,7 +38,7 @@ class CudaStages:
         self._weights, self._rope, self._eps = weights, rope, arch.norm_eps
         self._kernels = kernels
         self._shape = (arch.num_heads + 2 * arch.num_kv_heads, arch.head_dim)
-        self._parts = (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads)
+        self._kv_heads = arch.num_kv_heads
 
     def stage(
         self,
@@ -48,22 +49,42 @@ class CudaStages:
         positions_t: torch.Tensor,
         out: QKV | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, Carry]:
-        layers = self._weights.layers
+        if i == len(self._weights.layers):
+            assert attn_out_the is not None
+            assert carry is not None
+            down, x_tf, hidden_tc = self._up_to_down(i - 1, attn_out_the, carry[0])
+            if down.fuses_add(x_tf.shape[0]):
+                return None, None, None, (down.add(x_tf, hidden_tc),)
+            return None, None, None, (hidden_tc, down(x_tf))
+        rows, carry = self.stage_unrotated(i, attn_out_the, carry, token_ids_t, positions_t)
+        parts = out or rows.parts  # they may stay where the product wrote them
+        self._kernels.rotate(rows.qkv_thd, parts, positions_t, self._rope, rows.norm_hd, self._eps)
+        return *parts, carry
+
+    def stage_unrotated(
+        self,
+        i: int,
+        attn_out_the: torch.Tensor | None,
+        carry: Carry | None,
+        token_ids_t: torch.Tensor | None,
+        positions_t: torch.Tensor,
+    ) -> tuple[FusedRows, Carry]:
+        layer = self._weights.layers[i]
         if i == 0:
             assert token_ids_t is not None
             hidden_tc, x_tc = self._kernels.embed_norm(
-                self._weights.embedding, token_ids_t, layers[0].input_norm, self._eps
+                self._weights.embedding, token_ids_t, layer.input_norm, self._eps
             )
         else:
             assert attn_out_the is not None
             assert carry is not None
-            down, x_tf, hidden_tc = self._up_to_down(layers[i - 1], attn_out_the, carry[0])
-            if i == len(layers):
-                if down.fuses_add(x_tf.shape[0]):
-                    return None, None, None, (down.add(x_tf, hidden_tc),)
-                return None, None, None, (hidden_tc, down(x_tf))
-            hidden_tc, x_tc = self._add_norm(down, x_tf, hidden_tc, layers[i].input_norm)
-        return *self._rotated(layers[i], x_tc, positions_t, out), (hidden_tc,)
+            down, x_tf, hidden_tc = self._up_to_down(i - 1, attn_out_the, carry[0])
+            hidden_tc, x_tc = self._add_norm(down, x_tf, hidden_tc, layer.input_norm)
+        qkv_thd = layer.qkv(x_tc).view(-1, *self._shape)
+        rows = FusedRows(
+            qkv_thd, self._kv_heads, positions_t, self._rope, layer.qk_norm_hd, self._eps
+        )
+        return rows, (hidden_tc,)
 
     def logits(self, carry: Carry) -> torch.Tensor:
         """``[t, vocab]`` float32."""
@@ -79,9 +100,10 @@ class CudaStages:
         return self._weights.head(x_tc)
 
     def _up_to_down(
-        self, layer: LayerWeights, attn_out_the: torch.Tensor, hidden_tc: torch.Tensor
+        self, index: int, attn_out_the: torch.Tensor, hidden_tc: torch.Tensor
     ) -> tuple[Linear, torch.Tensor, torch.Tensor]:
         """The layer's last product, what it is to take, and the hidden rows it adds to."""
+        layer = self._weights.layers[index]
         attended = attn_out_the.reshape(attn_out_the.shape[0], -1)
         hidden_tc, x_tc = self._add_norm(layer.out, attended, hidden_tc, layer.post_norm)
         if layer.gate_up.fuses_gate(x_tc.shape[0]):
@@ -96,14 +118,3 @@ class CudaStages:
             hidden_tc = linear.add(x, hidden_tc)
             return hidden_tc, self._kernels.norm(hidden_tc, norm_c, self._eps)
         return self._kernels.add_norm(hidden_tc, linear(x), norm_c, self._eps)
-
-    def _rotated(
-        self, layer: LayerWeights, x_tc: torch.Tensor, positions_t: torch.Tensor, out: QKV | None
-    ) -> QKV:
-        """q, k and v; without ``out`` they stay where the product wrote them."""
-        qkv_thd = layer.qkv(x_tc).view(-1, *self._shape)
-        if out is None:
-            q, k, v = torch.split_with_sizes(qkv_thd, self._parts, 1)
-            out = q, k, v
-        self._kernels.rotate(qkv_thd, out, positions_t, self._rope, layer.qk_norm_hd, self._eps)
-        return out

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from .arch import kv_specs
-from .base import QKV, Carry, DenseHalf, ModelArch, NativeDense, place
+from .base import QKV, Carry, DenseHalf, ModelArch, NativeDense, UnrotatedStages, place
 from .cuda_kernels import DenseKernels, cuda_serves
 from .cuda_stages import CudaStages
 from .linear import Linear
@@ -61,6 +61,9 @@ class LlamaHalf(DenseHalf):
         if self._native is None:
             return None
         return LlamaTable(self._native, (self._cos, self._sin))
+
+    def unrotated(self) -> UnrotatedStages | None:
+        return self._cuda
 
     @property
     def weight_bytes(self) -> int:

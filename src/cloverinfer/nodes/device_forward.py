@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ..attention.base import AttentionBackend
-from ..models.base import Carry, DenseHalf
+from ..models.base import DenseHalf
 from ..models.sampling import NO_TOKEN
 from .device import Device, Outputs
 from .device_inputs import (
@@ -33,14 +33,13 @@ from .device_inputs import (
     fill_mixed,
     mixed_packing,
 )
+from .device_layers import StepTensors, run_layers
 from .device_seats import DeviceSeats, DeviceShape
 from .forward import Sampled, last_stage, prompt_logprobs, sample_rows
 from .launched import Launched, LaunchedForHost, Scores
 from .rows import UNKNOWN, Batch, Change
 
 log = logging.getLogger(__name__)
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Starts, tables, lengths: as ``AttentionBackend.attend`` takes them."""
 _CHANGES_PER_ROW = 2
 """Blocks that a graph's rows may get without a copy of their own; and as many as for this many
 rows at least."""
@@ -135,27 +134,11 @@ class DeviceForward:
         of, half = graph.inputs, self._half
         rows = self._starts[: graph.rows + 1], self._seats.tables(of["seats"]), of["lengths"]
         token_ids = self._seats.tokens(of["seats"])
-        attn_out, carry = self._layers(token_ids, of["positions"], of["slots"], rows)
+        step = StepTensors(token_ids, of["positions"], of["slots"], rows)
+        attn_out, carry = run_layers(half, self._backend, step, whole=True)
         _, _, _, carry = half.stage(half.num_layers, attn_out, carry, None, of["positions"])
         logits = half.raw_logits(carry)
         return logits, self._choose(logits, of, of["seats"])
-
-    def _layers(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, rows: Rows
-    ) -> tuple[torch.Tensor, Carry]:
-        half, backend = self._half, self._backend
-        carry: Carry | None = None
-        attn_out: torch.Tensor | None = None
-        for layer in range(half.num_layers):
-            q, k, v, carry = half.stage(layer, attn_out, carry, token_ids, positions)
-            assert q is not None
-            assert k is not None
-            assert v is not None
-            backend.append(layer, k, v, slots)
-            attn_out, _ = backend.attend(layer, q, *rows)
-        assert attn_out is not None
-        assert carry is not None
-        return attn_out, carry
 
     def _choose(self, logits: torch.Tensor, draws: Tensors, seats: torch.Tensor) -> torch.Tensor:
         """Tokens of the rows, which their seats keep."""
@@ -251,7 +234,8 @@ class DeviceForward:
         assert placed.block_tables_rb is not None
         rows = placed.query_starts, placed.block_tables_rb, placed.lengths_r
         self._backend.plan((batch.query_starts, batch.lengths_r), placed.lengths_r)
-        attn_out, carry = self._layers(placed.token_ids_t, placed.positions_t, placed.slots_t, rows)
+        step = StepTensors(placed.token_ids_t, placed.positions_t, placed.slots_t, rows)
+        attn_out, carry = run_layers(self._half, self._backend, step, whole=False)
         scores = prompt_logprobs(self._half, placed, attn_out, carry) if batch.scored else {}
         seats = there["sample_seats"]
         if not batch.sampled:
