@@ -127,7 +127,7 @@ class CudaAttention(AttentionBackend, RotatesOnAppend):
 
     def append_rotated(self, layer: int, rows: FusedRows, slots_t: torch.Tensor) -> torch.Tensor:
         native, spec = self._open(), self._layers[layer].spec
-        assert self._planned is None, "a plan has use for keys and values"
+        self._appended = None  # its keys are not rotated; prompts are read back from the pool
         qkv, (cos, sin), norm = rows.qkv_thd, rows.rope, rows.norm_hd
         tokens, heads = qkv.shape[0], self._heads + 2 * spec.kv_heads
         self._check_index("slots", slots_t, torch.int64)

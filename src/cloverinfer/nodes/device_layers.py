@@ -30,7 +30,7 @@ def run_layers(
     half: DenseHalf, backend: AttentionBackend, step: StepTensors, whole: bool
 ) -> tuple[torch.Tensor, Carry]:
     """The last layer's attention output and carry. ``whole``: rotation and append are one launch
-    where half and backend offer that; not with a plan, which has use for keys and values."""
+    where half and backend offer that; not for prompts, whose rotated keys are of use to attend."""
     stages = half.unrotated() if whole and isinstance(backend, RotatesOnAppend) else None
     carry: Carry | None = None
     attn_out: torch.Tensor | None = None
