@@ -16,7 +16,7 @@ import pytest
 from cloverinfer.cli import main
 from cloverinfer.core.errors import ConfigError
 from cloverinfer.deploy import fleet as fleet_module
-from cloverinfer.deploy import lifecycle, native, packages, services, vllm
+from cloverinfer.deploy import lifecycle, native, on_host, packages, services, vllm
 from cloverinfer.deploy.fleet import Fleet, FleetError
 from cloverinfer.deploy.inventory import Inventory, load_inventory
 from cloverinfer.deploy.remote import HostError, Remote, explain
@@ -272,6 +272,34 @@ def test_other_settings_are_another_plan_and_secrets_stand_in_none(tmp_path: Pat
     assert plans[0] != plans[1]
     assert "hush" not in plans[0]
     assert {lifecycle.counts_of(plan) for plan in plans} == {"prefill 1"}
+
+
+@pytest.mark.parametrize(
+    ("server", "url"),
+    [
+        ("{}", "http://192.0.2.1:8000"),
+        ("{host: 0.0.0.0}", "http://192.0.2.1:8000"),
+        ("{host: 'fd00::9', ssl_certfile: c, ssl_keyfile: k}", "https://[fd00::9]:8000"),
+    ],
+)
+def test_the_entry_is_found_where_the_settings_put_it(
+    tmp_path: Path, server: str, url: str
+) -> None:
+    inventory = load(tmp_path, GOOD + f"  server: {server}\n")
+    assert lifecycle.entry_url(inventory) == url
+
+
+def test_a_proof_brings_the_key_that_the_entry_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CLOVER_SERVER_API_KEY", raising=False)
+    assert on_host._key() == ""
+    (tmp_path / "run").mkdir()
+    (tmp_path / on_host.CONFIG).write_text("server: {api_key: [one, two]}\n")
+    assert on_host._key() == "one"
+    monkeypatch.setenv("CLOVER_SERVER_API_KEY", "first,second")
+    assert on_host._key() == "first"
 
 
 def test_every_package_of_the_environment_is_pinned() -> None:

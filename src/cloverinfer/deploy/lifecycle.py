@@ -27,6 +27,7 @@ ON_HOST = f"{PYTHON} -m cloverinfer.deploy.on_host"
 RAY_FOLDER = "run/ray-folder"
 """File with the name of Ray's folder of this run."""
 _CONFIG = "run/config.yaml"
+"""The entry's settings, where ``on_host`` looks for them too."""
 _STOP_LIMIT = 2.0 * services.STOP_SECONDS * (len(ENTRIES) + len(OTHERS)) + 60.0
 """Seconds for services that each ignore TERM, and for the looks at what is left."""
 Look = Callable[[Fleet, Remote], str]
@@ -142,9 +143,11 @@ def entry_command(inventory: Inventory, verb: str) -> list[str]:
 
 def entry_url(inventory: Inventory) -> str:
     """Where requests go."""
-    host = inventory.settings.get("server", {}).get("host", inventory.head.address)
+    server = inventory.settings.get("server", {})
+    host = server.get("host", inventory.head.address)
     host = inventory.head.address if host in ("0.0.0.0", "::") else host
-    return url_of(host, inventory.port)
+    scheme = "https" if server.get("ssl_certfile") else "http"
+    return f"{scheme}://{place_of(host, inventory.port)}"
 
 
 def url_of(address: str, port: int) -> str:
@@ -195,7 +198,7 @@ def _stop_script() -> str:
 if [ -s {RAY_FOLDER} ]; then
   case $(cat {RAY_FOLDER}) in /tmp/clover-ray-*) rm -rf "$(cat {RAY_FOLDER})";; esac
 fi
-rm -f {RAY_FOLDER} {PLAN} {services.ENV_FILE}"""
+rm -f {RAY_FOLDER} {PLAN} {services.ENV_FILE} {_CONFIG}"""
     return services.stop([*ENTRIES, *OTHERS], after)
 
 

@@ -113,6 +113,7 @@ _REASONS = {
     "No space left on device": "its disk is full: make room, or set folder to another disk",
     "Read-only file system": "its folder cannot be written to: set folder to another place",
     "No module named 'cloverinfer": "cloverinfer is not in the environment there: run deploy push",
+    "module 'cloverinfer' has no": "cloverinfer is there in part only: run deploy push",
     "No module named cloverinfer": "cloverinfer is not in the environment there: run deploy push",
     "is not a supported wheel": "the wheel does not fit its Python or system: make its environment "
     "with the Python of here (python), or name a wheel that fits (wheel)",
