@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -68,3 +70,19 @@ def processes(cluster: Cluster) -> list[str]:
 
 def line_of(said: str, name: str) -> str:
     return next(line for line in said.splitlines() if f"FAIL {name}:" in line)
+
+
+def ask(cluster: Cluster, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Asked from the operator's."""
+    url = f"http://{cluster.machines[0].address}:8000{path}"
+    data = None if body is None else json.dumps(body).encode()
+    script = (
+        "import sys, urllib.request as u; o = u.build_opener(u.ProxyHandler({})); "
+        f"r = u.Request({url!r}, {data!r}, {{'Content-Type': 'application/json'}}); "
+        "sys.stdout.write(o.open(r, timeout=120).read().decode())"
+    )
+    done = subprocess.run(
+        cluster.operator.command(sys.executable, "-c", script),
+        capture_output=True, text=True, timeout=150, check=True,
+    )  # fmt: skip
+    return dict(json.loads(done.stdout))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.deploy_kit import fails, line_of, ok, processes, write_inventory
+from tests.deploy_kit import ask, fails, line_of, ok, processes, write_inventory
 from tests.ssh_hosts import Cluster, ssh_hosts
 from tests.tiny_models import add_tokenizer, make_tiny
 
@@ -160,16 +160,7 @@ def test_install_push_run_stop_and_run_again(installed: Cluster) -> None:
 
 def where_nodes_are(cluster: Cluster) -> list[str]:
     """Addresses of prefill, dense and attention node, by the server's word."""
-    url = f"http://{cluster.machines[0].address}:8000/v1/cluster"
-    script = (
-        "import json, urllib.request as u; o = u.build_opener(u.ProxyHandler({})); "
-        f"print(json.dumps(json.load(o.open({url!r}))))"
-    )
-    done = subprocess.run(
-        cluster.operator.command(sys.executable, "-c", script),
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    nodes = json.loads(done.stdout)["models"][0]["nodes"]
+    nodes = ask(cluster, "/v1/cluster")["models"][0]["nodes"]
     assert {node["transport"] for node in nodes} == {"tcp"}
     return [node["address"].split("//")[1].split(":")[0] for node in nodes]
 

@@ -5,14 +5,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.deploy_kit import NAMES, ok, processes, write_inventory
+from tests.deploy_kit import NAMES, ask, ok, processes, write_inventory
 from tests.ssh_hosts import Cluster, ssh_hosts
 from tests.vllm_servers import PYTHON, model_folder
 
@@ -65,28 +61,13 @@ def test_a_pair_serves_and_is_stopped(tmp_path: Path) -> None:
         ok(cluster, "push")
         said = ok(cluster, "run", "1", "1", timeout=600.0)
         assert "with prompts from prefill" in said
-        answer = complete(cluster, "The capital of France is")
+        body = {"model": "clover", "prompt": "The capital of France is", "max_tokens": 8}
+        answer = ask(cluster, "/v1/completions", body | {"temperature": 0})
         assert "Paris" in answer["choices"][0]["text"]
         assert answer["usage"]["stages"]["transfer"] is not None
         ok(cluster, "stop")
         assert processes(cluster) == []
         assert left(cluster) == []
-
-
-def complete(cluster: Cluster, prompt: str) -> dict[str, Any]:
-    """Asked from the operator's, as a client does."""
-    url = f"http://{cluster.machines[0].address}:8000/v1/completions"
-    body = json.dumps({"model": "clover", "prompt": prompt, "max_tokens": 8, "temperature": 0})
-    script = (
-        "import sys, urllib.request as u; o = u.build_opener(u.ProxyHandler({})); "
-        f"r = u.Request({url!r}, {body.encode()!r}, {{'Content-Type': 'application/json'}}); "
-        "sys.stdout.write(o.open(r, timeout=120).read().decode())"
-    )
-    done = subprocess.run(
-        cluster.operator.command(sys.executable, "-c", script),
-        capture_output=True, text=True, timeout=150, check=True,
-    )  # fmt: skip
-    return dict(json.loads(done.stdout))
 
 
 def left(cluster: Cluster) -> list[str]:
