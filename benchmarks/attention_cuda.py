@@ -4,7 +4,8 @@ Decode: microseconds, GB/s of KV, over the read bandwidth of the run.
 
 Calls go through the backend, captured in a graph that rotates over KV pools of more than twice the
 L2 in all, with blocks in random order. The floor is the KV's bytes over the read bandwidth, which
-is a sum over 2 GiB. ``fa3`` are FlashAttention-3's times, measured on an H200 before.
+is a sum over 2 GiB. ``fa3`` are FlashAttention-3's times, measured on an H200 before. FlashInfer
+and flash-attn have rows beside ours where they are installed (``_attention_peers.py``).
 
     python benchmarks/attention_cuda.py
 
@@ -27,9 +28,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from _attention_peers import Decode, peers
 from _common import Row, finish, parser
 from cloverinfer.attention.cuda import STORED, CudaAttention, missing
 from cloverinfer.kvcache.layout import KVSpec, PoolLayout, blocks_for
+from cloverinfer.transport.base import DeviceMemory
 
 FA3 = {
     (1, 1024): 16.3,
@@ -128,8 +131,8 @@ def read_bandwidth(replays: int) -> float:
     return pools[0].nbytes / graph_seconds([lambda p=p: p.sum() for p in pools], replays)
 
 
-def attention_seconds(shape: Shape, replays: int) -> tuple[float, int]:
-    """Seconds and bytes of KV of one call."""
+def attention_seconds(shape: Shape, replays: int) -> tuple[dict[str, float], int]:
+    """Seconds of one call, ours first, and bytes of KV."""
     spec = KVSpec(
         kv_heads=shape.kv_heads,
         k_dim=shape.dim,
@@ -143,7 +146,8 @@ def attention_seconds(shape: Shape, replays: int) -> tuple[float, int]:
     layout = PoolLayout((spec,), shape.block, needed * pools)
     heads = shape.kv_heads * shape.group
     backend = CudaAttention()
-    backend.allocate(layout, heads)
+    memory = torch.empty(layout.total_bytes, dtype=torch.uint8, device="cuda")
+    backend.allocate(layout, heads, DeviceMemory(memory.data_ptr(), memory.numel(), 0))
     fill(backend, layout)
     order = torch.randperm(layout.num_blocks, device="cuda").to(torch.int32)
     tables = order.view(pools, shape.batch, -1)
@@ -153,7 +157,10 @@ def attention_seconds(shape: Shape, replays: int) -> tuple[float, int]:
     starts = torch.arange(shape.batch + 1, dtype=torch.int32, device="cuda")
     lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32, device="cuda")
     calls = [lambda t=t: backend.attend(0, q, starts, t, lengths) for t in tables]
-    seconds = graph_seconds(calls, replays)
+    seconds = {"attention": graph_seconds(calls, replays)}
+    pool = memory.view(stored).view(-1, 2, shape.kv_heads, shape.block, shape.dim)
+    others = peers(Decode(pool, q, tables, lengths, spec.scale)) if stored == dtype else {}
+    seconds |= {name: graph_seconds(calls, replays) for name, calls in others.items() if calls}
     backend.close()
     return seconds, kv_bytes
 
@@ -169,18 +176,24 @@ def fill(backend: CudaAttention, layout: PoolLayout) -> None:
         backend.append(0, k[: len(slots)], v[: len(slots)], slots)
 
 
-def row_of(shape: Shape, bandwidth: float, replays: int) -> Row:
-    seconds, kv_bytes = attention_seconds(shape, replays)
+def rows_of(shape: Shape, bandwidth: float, replays: int) -> list[Row]:
+    by_name, kv_bytes = attention_seconds(shape, replays)
     usual = shape == Shape(shape.batch, shape.context)
     known = FA3.get((shape.batch, shape.context)) if usual else None
     params = {
         "shape": f"{shape.batch} x {shape.context:,}",
         "kv": f"{shape.dtype} d{shape.dim} g{shape.group} b{shape.block}",
-        "GB/s": round(kv_bytes / seconds / 1e9),
-        "of bandwidth": round(kv_bytes / seconds / bandwidth, 3),
     }
     floor = kv_bytes / bandwidth * 1e6
-    return Row("attention", seconds * 1e6, "us", params, floor, known and "fa3", known)
+    rows = []
+    for name, seconds in by_name.items():
+        reached = {
+            "GB/s": round(kv_bytes / seconds / 1e9),
+            "of bandwidth": round(kv_bytes / seconds / bandwidth, 3),
+        }
+        took = seconds * 1e6
+        rows.append(Row(name, took, "us", params | reached, floor, known and "fa3", known))
+    return rows
 
 
 def eager_seconds(call: Callable[[], object], calls: int = 10) -> float:
@@ -284,7 +297,7 @@ def main() -> None:
     print(f"read bandwidth {bandwidth / 1e9:.0f} GB/s")
     table = [Shape(batch, context) for batch, context in FA3]
     shapes = table[::4] if args.quick else [*table, *OTHERS]
-    finish([row_of(shape, bandwidth, replays) for shape in shapes], args.json)
+    finish([row for shape in shapes for row in rows_of(shape, bandwidth, replays)], args.json)
 
 
 if __name__ == "__main__":

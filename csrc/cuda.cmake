@@ -7,8 +7,11 @@ if(CLOVER_CUDA)
   include(CheckLanguage)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
-    # Machine code for what is tuned or common, and PTX that newer devices compile when they load it.
-    set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 90-virtual)
+    # Machine code for 8.0, which 8.6 and 8.9 run too, and for what is tuned; PTX that newer devices
+    # compile when they load it. -DCMAKE_CUDA_ARCHITECTURES=89 builds for one device's own.
+    if(NOT CMAKE_CUDA_ARCHITECTURES)
+      set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 90-virtual)
+    endif()
     # No library of CUDA's is needed to load the module, so it loads where there is no GPU.
     set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
     set(CMAKE_CUDA_STANDARD 17)

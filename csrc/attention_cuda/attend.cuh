@@ -27,10 +27,10 @@ __device__ __forceinline__ void finish_pieces(const AttendParams& params, Shared
   Piece piece = shared.pieces.take(0);
   for (int index = 0; piece.row >= 0; ++index) {
     const int cols = columns_of<C>(params, piece);
-    sync_barrier(kHanded, C::kMeeting);
+    wait_phase(&shared.handed, index % 2);
     finish_piece<C>(params, shared, piece, thread, cols);
     const Piece next = shared.pieces.take(index + 1);
-    if (next.row >= 0) arrive_barrier(kTaken, C::kMeeting);
+    arrive_phase(&shared.taken);
     if (piece.parts > 1) {
       sync_barrier(kFinishing, C::kFinishers);  // partial results before the arrival that tells
       if (thread == 0) {
@@ -68,7 +68,8 @@ __device__ __forceinline__ void compute_tile(const AttendParams& params, Running
 template <class C>
 __device__ __forceinline__ void compute_pieces(const AttendParams& params, Shared<C>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  Loader<C> loader(params, &shared.ring[warp][0][0], lane);
+  unsigned char* ring = shared.ring() + warp * params.stages * C::kStageBytes;
+  Loader<C> loader(params, ring, lane);
   Queries<C> queries, next_queries;
   Running<C> running;
   Columns<C> columns;
@@ -95,7 +96,7 @@ __device__ __forceinline__ void compute_pieces(const AttendParams& params, Share
     };
     const auto fill = [&] {
       if (!known && shared.pieces.has(index + 1)) learn();
-      while (loader.ahead < C::S) {
+      while (loader.ahead < params.stages) {
         if (loader.issue()) continue;
         if (started || !known || next.row < 0) return;
         started = true;
@@ -108,19 +109,19 @@ __device__ __forceinline__ void compute_pieces(const AttendParams& params, Share
     Tiles<C> tiles;
     for (tiles.set(params, piece, warp); tiles.next < tiles.end; tiles.next += C::W) {
       loader.wait();
-      const uint32_t slabs = shared_address(&shared.ring[warp][stage][0]);
+      const uint32_t slabs = shared_address(ring) + stage * C::kStageBytes;
       compute_tile<C>(params, running, queries, columns, slabs, tiles.next * C::kTile);
       __syncwarp();  // all lanes have read the stage
-      stage = stage + 1 == C::S ? 0 : stage + 1;
+      stage = stage + 1 == params.stages ? 0 : stage + 1;
       --loader.ahead;
       fill();
     }
     if (!known) learn();
     if (!started && next.row >= 0) start(next);
-    if (index > 0) sync_barrier(kTaken, C::kMeeting);
+    if (index > 0) wait_phase(&shared.taken, (index - 1) % 2);
+    __syncwarp();
     hand_over<C>(shared, running, columns_of<C>(params, piece), warp, lane);
-    __syncwarp();  // whole warps arrive
-    arrive_barrier(kHanded, C::kMeeting);
+    arrive_phase(&shared.handed);
     piece = next;
   }
 }
@@ -130,8 +131,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     attend_kernel(const __grid_constant__ AttendParams params) {
   extern __shared__ __align__(128) unsigned char memory[];
   Shared<C>& shared = *reinterpret_cast<Shared<C>*>(memory);
-  if (threadIdx.x == 0) shared.pieces.init(C::kMeeting / 32);
+  if (threadIdx.x == 0) {
+    shared.pieces.init(C::kMeeting / 32);
+    init_phases(&shared.handed, C::W * 32);
+    init_phases(&shared.taken, C::kFinishers);
+  }
   __syncthreads();
+  let_next_start();
+  wait_for_previous();
   if (threadIdx.x < C::W * 32)
     compute_pieces<C>(params, shared);
   else if (threadIdx.x < C::kMeeting)

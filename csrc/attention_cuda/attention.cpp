@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -26,6 +27,12 @@ std::unique_ptr<float, DeviceDeleter> upload(const std::vector<float>& values) {
                    cudaMemcpyHostToDevice),
         "copying a layer's parameters");
   return memory;
+}
+
+int attribute(cudaDeviceAttr which, int device) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, which, device), "asking what the device has");
+  return value;
 }
 
 Kernel find_kernel(DType dtype, int dim, int eights) {
@@ -72,7 +79,7 @@ int device_count() {
 }
 
 Attention::Attention(int device, void* pool, int64_t pool_bytes, int block_size, int num_blocks,
-                     bool fixed_splits)
+                     bool fixed_splits, int shared_limit)
     : device_(device),
       pool_(static_cast<unsigned char*>(pool)),
       pool_bytes_(pool_bytes),
@@ -82,12 +89,12 @@ Attention::Attention(int device, void* pool, int64_t pool_bytes, int block_size,
   if (block_size < 1 || num_blocks < 1)
     throw std::invalid_argument("block_size and num_blocks must be at least 1");
   const DeviceGuard guard(device_);
-  check(cudaDeviceGetAttribute(&processors_, cudaDevAttrMultiProcessorCount, device_),
-        "counting multiprocessors");
-  int major = 0;
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_),
-        "asking for the compute capability");
+  processors_ = attribute(cudaDevAttrMultiProcessorCount, device_);
+  const int major = attribute(cudaDevAttrComputeCapabilityMajor, device_);
+  hopper_ = major == 9;
   early_launch_ = major >= 9;
+  shared_limit_ = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_);
+  if (shared_limit > 0) shared_limit_ = std::min(shared_limit_, shared_limit);
   void* bad = nullptr;
   check(cudaHostAlloc(&bad, sizeof(int), cudaHostAllocMapped | cudaHostAllocPortable),
         "allocating host memory");
@@ -106,14 +113,14 @@ void Attention::add_layer(const LayerConfig& config) {
                                 " bytes");
   layer.sinks = upload(config.sinks);
   layer.slopes = upload(config.alibi_slopes);
+  std::vector<Kernel> kernels = {find_kernel(config.dtype, config.k_dim, 1),
+                                 find_kernel(config.dtype, config.k_dim, 2)};
+  if (hopper_) kernels.push_back(prompt_kernel_of(config.dtype, config.k_dim));
   int cols = 0;
-  for (int eights : {1, 2}) {
-    const Kernel kernel = find_kernel(config.dtype, config.k_dim, eights);
-    if (kernel.function == nullptr) continue;
+  for (const Kernel& kernel : kernels) {
+    if (!fits(kernel)) continue;
     cols = std::max(cols, kernel.cols);
-    check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               kernel.shared_bytes),
-          "preparing an attention kernel");
+    prepare(kernel);
   }
   const int64_t slots = int64_t{processors_} * kSlotsPerBlock;
   reserve(slots, slots * cols * config.v_dim, nullptr);
@@ -132,7 +139,7 @@ void Attention::reserve(int64_t slots, int64_t floats, cudaStream_t stream) {
   slots_ = std::max(slots, slots_);
   floats_ = std::max(floats, floats_);
   check(cudaDeviceSynchronize(), "waiting for the device");
-  constexpr int64_t kMostCols = 32;
+  constexpr int64_t kMostCols = 128;
   partials_ = allocate<float>(floats_);
   maxima_sums_ = allocate<float>(slots_ * kMostCols * 2);
   counters_ = allocate<int>(slots_);
@@ -151,18 +158,61 @@ void Attention::reserve_fixed(const Layer& layer, const AttendCall& call, int co
   reserve(slots, slots * cols * layer.config.v_dim, stream);
 }
 
-Kernel Attention::kernel_for(const Layer& layer, const AttendCall& call) const {
+bool Attention::fits(const Kernel& kernel) const {
+  return kernel.function != nullptr && kernel.stages(shared_limit_) > 0;
+}
+
+void Attention::prepare(const Kernel& kernel) const {
+  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             kernel.bytes(shared_limit_)),
+        "preparing an attention kernel");
+}
+
+// For rows of `tokens` tokens on average; what does not fit into shared memory leaves the call to
+// what reads keys more often.
+Kernel Attention::kernel_for(const Layer& layer, const AttendCall& call, int tokens) const {
   const LayerConfig& config = layer.config;
-  const bool fits = config.k_dim == config.v_dim && block_size_ % kSlab == 0 &&
-                    aligned(call.q, 8) && call.q_stride % 4 == 0 && aligned(call.o, 8);
-  if (!fits) return {};
-  // With fixed splits the instance may depend on the layer alone.
-  const int tokens = fixed_splits_ ? 1 : (call.tokens + call.rows - 1) / call.rows;
-  return find_kernel(config.dtype, config.k_dim, (tokens * config.group + 7) / 8);
+  const bool serves = config.k_dim == config.v_dim && block_size_ % kSlab == 0 &&
+                      aligned(call.q, 8) && call.q_stride % 4 == 0 && aligned(call.o, 8);
+  if (!serves) return {};
+  for (int eights = (tokens * config.group + 7) / 8; eights >= 1;
+       eights = std::min(eights - 1, 1)) {
+    const Kernel kernel = find_kernel(config.dtype, config.k_dim, eights);
+    if (fits(kernel)) return kernel;
+  }
+  return {};
+}
+
+// The kernel for the call's rows of many tokens; none where there can be no such rows, or it does
+// not serve the layer.
+Kernel Attention::prompt_for(const Layer& layer, const AttendCall& call) const {
+  const LayerConfig& config = layer.config;
+  const int most_tokens = call.tokens - call.rows + 1;
+  const bool serves = hopper_ && !fixed_splits_ && config.k_dim == config.v_dim &&
+                      config.softcap == 0.f && config.alibi_slopes.empty() &&
+                      block_size_ % kSlab == 0 && aligned(call.q, 16) && call.q_stride % 8 == 0 &&
+                      aligned(call.o, 8) && most_tokens * config.group > kNarrowCols;
+  if (!serves) return {};
+  const Kernel kernel = prompt_kernel_of(config.dtype, config.k_dim);
+  return fits(kernel) ? kernel : Kernel();
+}
+
+// What rows are taken to have, of tokens, in choosing the kernel for few of them. With fixed splits
+// the instance may depend on the layer alone. Beside the prompt kernel it is for rows of one token,
+// unless all rows seem to have the same few.
+int Attention::tokens_of_rows(const Layer& layer, const AttendCall& call, bool prompts) const {
+  const int mean = (call.tokens + call.rows - 1) / call.rows;
+  if (fixed_splits_) return 1;
+  if (!prompts) return mean;
+  const bool alike = call.tokens % call.rows == 0 && mean * layer.config.group <= kNarrowCols;
+  return alike ? mean : 1;
 }
 
 int Attention::columns(int layer, const AttendCall& call) const {
-  return kernel_for(layers_.at(layer), call).cols;
+  const Layer& of = layers_.at(layer);
+  const Kernel prompt = prompt_for(of, call);
+  if (prompt.function != nullptr) return prompt.cols;
+  return kernel_for(of, call, tokens_of_rows(of, call, false)).cols;
 }
 
 void Attention::append(int layer, const AppendParams& call, cudaStream_t stream) {
@@ -192,22 +242,19 @@ void Attention::append_rotated(int layer, const RotateParams& rows, const int64_
   check(cuda::append_rotated(rows, to, target), "rotating and appending");
 }
 
-void Attention::attend(int layer, const AttendCall& call, cudaStream_t stream) {
-  const DeviceGuard guard(device_);
-  const Layer& of = layers_.at(layer);
-  const Kernel kernel = kernel_for(of, call);
-  if (fixed_splits_ && kernel.function != nullptr) reserve_fixed(of, call, kernel.cols, stream);
-  AttendParams params;
+AttendParams Attention::describe_call(const Layer& of, const AttendCall& call) const {
+  AttendParams params = {};
   params.pool = of.pool;
   params.score = {of.config.scale * of.config.k_scale, of.config.softcap, of.config.v_scale,
                   of.sinks.get(), of.slopes.get()};
   params.work = {partials_.get(), maxima_sums_.get(), counters_.get(), bad_.get()};
   params.split = {of.config.group,
-                  std::max(1, kernel.cols),
+                  1,
                   of.config.kv_heads,
                   of.config.window,
-                  fixed_splits_ ? kFixedTokens / kernel.tile : 0,
-                  kernel.tile};
+                  0,
+                  1,
+                  std::numeric_limits<int>::max()};
   params.q = call.q;
   params.q_stride = call.q_stride;
   params.q_dtype = call.q_dtype;
@@ -219,15 +266,50 @@ void Attention::attend(int layer, const AttendCall& call, cudaStream_t stream) {
   params.tokens = call.tokens;
   params.o = call.o;
   params.lse = call.lse;
+  return params;
+}
+
+void Attention::launch(const Kernel& kernel, AttendParams params, cudaStream_t stream) const {
+  params.split.cols = kernel.cols;
+  params.split.tile = kernel.tile;
+  params.split.fixed_tiles = fixed_splits_ ? kFixedTokens / kernel.tile : 0;
   params.min_units = fixed_splits_ ? 1 : kMinTokens / kernel.tile;
-  if (kernel.function == nullptr) {
-    check(attend_plain(params, stream), "attending");
-    return;
-  }
+  params.stages = kernel.stages(shared_limit_);
+  params.slots = processors_ * kSlotsPerBlock;
   void* arguments[] = {&params};
-  check(cudaLaunchKernel(kernel.function, dim3(processors_), dim3(kernel.threads), arguments,
-                         kernel.shared_bytes, stream),
-        "attending");
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(processors_);
+  config.blockDim = dim3(kernel.threads);
+  config.dynamicSmemBytes = kernel.bytes(shared_limit_);
+  config.stream = stream;
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = early_launch_ ? 1 : 0;
+  check(cudaLaunchKernelExC(&config, kernel.function, arguments), "attending");
+}
+
+void Attention::attend(int layer, const AttendCall& call, cudaStream_t stream) {
+  const DeviceGuard guard(device_);
+  const Layer& of = layers_.at(layer);
+  const Kernel prompt = prompt_for(of, call);
+  const bool shared = prompt.function != nullptr;
+  const Kernel kernel = kernel_for(of, call, tokens_of_rows(of, call, shared));
+  if (fixed_splits_ && kernel.function != nullptr) reserve_fixed(of, call, kernel.cols, stream);
+  AttendParams params = describe_call(of, call);
+  if (shared) {
+    const int narrow = std::max(1, kernel.cols / of.config.group);
+    params.narrow = kernel.function == nullptr ? 0 : narrow;
+    launch(prompt, params, stream);
+    // With one row it is known to be the prompt kernel's.
+    if (kernel.function == nullptr || (call.rows == 1 && call.tokens > narrow)) return;
+    params.split.most_count = narrow;
+  }
+  if (kernel.function == nullptr)
+    check(attend_plain(params, stream), "attending");
+  else
+    launch(kernel, params, stream);
 }
 
 void Attention::gather(int layer, const GatherParams& call, cudaStream_t stream) {

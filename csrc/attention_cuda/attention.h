@@ -53,8 +53,10 @@ class Attention {
  public:
   // `pool` is device memory that must outlive this; std::invalid_argument for a size that cannot
   // be, std::runtime_error for what CUDA refuses.
+  // `shared_limit`: bytes of shared memory that a thread block may take, where less than the
+  // device's; 0: the device's.
   Attention(int device, void* pool, int64_t pool_bytes, int block_size, int num_blocks,
-            bool fixed_splits);
+            bool fixed_splits, int shared_limit);
 
   // Adds the next layer, which lies after those before it in the pool.
   void add_layer(const LayerConfig& config);
@@ -78,7 +80,8 @@ class Attention {
 
   void copy_blocks(const CopyParams& call, cudaStream_t stream);
 
-  // Which kernel serves a call: the columns of the tensor-core kernel, 0 for the plain one.
+  // What serves a call: columns of the tensor-core kernel, 0 for the plain one; 128 where rows of
+  // many tokens have the prompt kernel.
   int columns(int layer, const AttendCall& call) const;
 
   // kBadBlock or kBadSlot where an index of a finished call was outside the pool, else 0; forgets.
@@ -92,7 +95,13 @@ class Attention {
     std::unique_ptr<float, DeviceDeleter> slopes;
   };
 
-  Kernel kernel_for(const Layer& layer, const AttendCall& call) const;
+  Kernel kernel_for(const Layer& layer, const AttendCall& call, int tokens) const;
+  int tokens_of_rows(const Layer& layer, const AttendCall& call, bool prompts) const;
+  Kernel prompt_for(const Layer& layer, const AttendCall& call) const;
+  AttendParams describe_call(const Layer& layer, const AttendCall& call) const;
+  void launch(const Kernel& kernel, AttendParams params, cudaStream_t stream) const;
+  bool fits(const Kernel& kernel) const;
+  void prepare(const Kernel& kernel) const;
   void reserve(int64_t slots, int64_t floats, cudaStream_t stream);
   void reserve_fixed(const Layer& layer, const AttendCall& call, int cols, cudaStream_t stream);
 
@@ -104,6 +113,8 @@ class Attention {
   int num_blocks_;
   bool fixed_splits_;
   int processors_ = 0;
+  int shared_limit_ = 0;
+  bool hopper_ = false;        // compute capability 9.0
   bool early_launch_ = false;  // kernels may be launched before those before them have ended
   std::vector<Layer> layers_;
   int64_t slots_ = 0;

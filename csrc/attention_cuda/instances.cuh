@@ -6,24 +6,15 @@
 
 namespace clover::cuda {
 
-// Warps and tiles in flight: what is left of a multiprocessor's shared memory, for one block.
-// Narrow columns are bound by memory and want many tiles on their way.
-template <typename T, int D, int NT>
-struct Shape {
-  static constexpr int kWarps = NT == 1 && D <= 128 ? 7 : 4;  // twelve or eight in all
-  using C = Config<T, D, NT, kWarps, 1>;
-  static constexpr int kRing = kWarps * C::kStageBytes;
-  static constexpr int kFit = (227 * 1024 - static_cast<int>(sizeof(Shared<C>)) + kRing) / kRing;
-  static constexpr int kStages = kFit > 4 ? 4 : kFit;
-};
-
 template <typename T, int D, int NT>
 Kernel instance() {
-  using S = Shape<T, D, NT>;
-  using C = Config<T, D, NT, S::kWarps, S::kStages>;
-  static_assert(sizeof(Shared<C>) <= 227 * 1024);
-  return {reinterpret_cast<const void*>(&attend_kernel<C>), C::kCols, C::kTile, C::kThreads,
-          static_cast<int>(sizeof(Shared<C>))};
+  using C = Config<T, D, NT, NT == 1 && D <= 128 ? 7 : 4>;  // twelve or eight warps in all
+  return {reinterpret_cast<const void*>(&attend_kernel<C>),
+          C::kCols,
+          C::kTile,
+          C::kThreads,
+          static_cast<int>(sizeof(Shared<C>)),
+          C::W * C::kStageBytes};
 }
 
 // Few instances, since each costs every build: eight columns, or as many as registers hold.

@@ -14,13 +14,21 @@ struct Kernel {
   int cols = 0;
   int tile = 1;  // keys
   int threads = 0;
-  int shared_bytes = 0;
+  int shared_bytes = 0;  // without tiles
+  int stage_bytes = 0;   // of one tile in flight of every computing warp; 0: none are asked for
+
+  // Tiles in flight with `limit` bytes of shared memory; 0: the kernel does not run.
+  int stages(int limit) const { return stages_within(limit, shared_bytes, stage_bytes); }
+  int bytes(int limit) const { return shared_bytes + stages(limit) * stage_bytes; }
 };
 
 // The instance for a head size: of eight columns where they do, else of the most there are.
 Kernel bfloat16_kernel(int dim, int eights);
 Kernel float16_kernel(int dim, int eights);
 Kernel float8_kernel(int dim, int eights);
+
+// The kernel for rows of many query tokens, of compute capability 9.0.
+Kernel prompt_kernel_of(DType dtype, int dim);
 
 // The plain kernel: any type, head size and block size.
 cudaError_t attend_plain(const AttendParams& params, cudaStream_t stream);

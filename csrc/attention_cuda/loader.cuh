@@ -65,19 +65,20 @@ class Loader {
     }
     tiles_.next += C::W;
     commit_copies();
-    stage_ = stage_ + 1 == C::S ? 0 : stage_ + 1;
+    stage_ = stage_ + 1 == params_.stages ? 0 : stage_ + 1;
     ++ahead;
     return true;
   }
 
   // Waits for the oldest tile.
   __device__ __forceinline__ void wait() const {
-    if (C::S >= 2 && ahead == C::S)
-      wait_copies<C::S - 1>();
-    else if (C::S >= 3 && ahead == C::S - 1)
-      wait_copies<(C::S >= 2 ? C::S - 2 : 0)>();
-    else if (C::S >= 4 && ahead == C::S - 2)
-      wait_copies<(C::S >= 3 ? C::S - 3 : 0)>();
+    static_assert(kMostStages == 4);
+    if (ahead == 4)
+      wait_copies<3>();
+    else if (ahead == 3)
+      wait_copies<2>();
+    else if (ahead == 2)
+      wait_copies<1>();
     else
       wait_copies<0>();
     __syncwarp();

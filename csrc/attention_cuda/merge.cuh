@@ -9,18 +9,24 @@ namespace clover::cuda {
 
 constexpr int kMergedParts = 128;  // at a time
 
-enum Barrier { kAll, kHanded, kTaken, kFinishing };
+enum Barrier { kAll, kFinishing };
 
 template <class C>
 struct Shared {
-  alignas(128) unsigned char ring[C::W][C::S][C::kStageBytes];
-  float out[C::W][C::kCols][C::kOutStride];
+  alignas(128) float out[C::W][C::kCols][C::kOutStride];
   float2 top_sum[C::W][C::kCols];
   float4 merged[C::kFinishers];
   float2 parts[kMergedParts][C::kCols];  // of a merge: maximum and sum, then weight
   float2 merged_top_sum[C::kCols];
   PlannedPieces pieces;
+  // Phases: a piece's results are there; they are taken. Every thread of one side arrives.
+  uint64_t handed, taken;
   bool last;
+
+  // The computing warps' rings of tiles, behind this: [warp][stage][bytes of a tile].
+  __device__ __forceinline__ unsigned char* ring() {
+    return reinterpret_cast<unsigned char*>(this + 1);
+  }
 };
 
 // One query token and head's result.
@@ -35,14 +41,15 @@ __device__ __forceinline__ void write_out(const AttendParams& params, int64_t at
   }
 }
 
-// Normalises one column's four elements and writes them; one thread per column also lse.
-template <class C>
-__device__ __forceinline__ void finish_column(const AttendParams& params, const Piece& piece,
-                                              int local, int element, float top, float sum,
-                                              float4 value) {
-  const int group = params.split.group, col = piece.col_tile * C::kCols + local;
-  const int head = piece.head * group + col % group;
-  const int64_t at = int64_t{piece.start + col / group} * group * params.split.kv_heads + head;
+// What a query token and head's sum of values is multiplied by, and the log of its denominator.
+struct Finished {
+  float scale;
+  float lse;
+};
+
+// `top` and `sum`: the scores' maximum, in powers of two, and the softmax's sum against it.
+__device__ __forceinline__ Finished finish_sum(const AttendParams& params, int head, float top,
+                                               float sum) {
   float scale = params.score.v_scale;
   if (params.score.sinks != nullptr) {
     const float sink = params.score.sinks[head] * 1.442695041f;
@@ -51,10 +58,22 @@ __device__ __forceinline__ void finish_column(const AttendParams& params, const 
     scale *= factor;
     top = base;
   }
-  scale = sum > 0.f ? scale / sum : 0.f;
-  write_out(params, at * C::D, element,
-            {value.x * scale, value.y * scale, value.z * scale, value.w * scale});
-  if (element == 0) params.lse[at] = (top + log2f(sum)) * 0.6931471806f;
+  return {sum > 0.f ? scale / sum : 0.f, (top + log2f(sum)) * 0.6931471806f};
+}
+
+// Normalises one column's four elements and writes them; one thread per column also lse.
+template <class C>
+__device__ __forceinline__ void finish_column(const AttendParams& params, const Piece& piece,
+                                              int local, int element, float top, float sum,
+                                              float4 value) {
+  const int group = params.split.group, col = piece.col_tile * C::kCols + local;
+  const int head = piece.head * group + col % group;
+  const int64_t at = int64_t{piece.start + col / group} * group * params.split.kv_heads + head;
+  const Finished done = finish_sum(params, head, top, sum);
+  write_out(
+      params, at * C::D, element,
+      {value.x * done.scale, value.y * done.scale, value.z * done.scale, value.w * done.scale});
+  if (element == 0) params.lse[at] = done.lse;
 }
 
 // Weights one of several partial results: its maximum against that of all.

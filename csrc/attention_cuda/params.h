@@ -60,6 +60,9 @@ struct AttendParams {
   void* o;        // [tokens, heads, v_dim], contiguous
   float* lse;     // [tokens, heads], contiguous
   int min_units;  // of a range
+  int narrow;     // the prompt kernel leaves out rows of no more tokens
+  int slots;      // of the workspace
+  int stages;     // tiles in flight of a computing warp
 };
 
 }  // namespace clover::cuda

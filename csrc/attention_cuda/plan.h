@@ -21,6 +21,14 @@ CLOVER_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
 CLOVER_HD int least(int a, int b) { return a < b ? a : b; }
 CLOVER_HD int most(int a, int b) { return a > b ? a : b; }
 
+constexpr int kMostStages = 4;
+
+// Tiles in flight that a block of a kernel has room for; 0: it does not fit.
+CLOVER_HD int stages_within(int limit, int fixed_bytes, int stage_bytes) {
+  if (limit < fixed_bytes) return 0;
+  return stage_bytes == 0 ? 1 : least(kMostStages, (limit - fixed_bytes) / stage_bytes);
+}
+
 // What the splitting of every row of a call shares.
 struct Split {
   int group;  // query heads per KV head
@@ -29,6 +37,7 @@ struct Split {
   int window;       // 0: none
   int fixed_tiles;  // 0: balanced ranges
   int tile;         // keys of a tile
+  int most_count;   // rows of more tokens are left out: another kernel's
 };
 
 struct RowPlan {
@@ -38,9 +47,10 @@ struct RowPlan {
   int items;
 };
 
-// Rows without tokens have no units, and their output is not written.
+// Rows without tokens, or left out, have no units, and their output is not written.
 CLOVER_HD RowPlan plan_row(const Split& split, int length, int count) {
   RowPlan row;
+  if (count > split.most_count) length = 0;
   const int first = split.window > 0 ? most(0, length - count - split.window + 1) : 0;
   row.first_tile = first / split.tile;
   row.end_tile = ceil_div(length, split.tile);

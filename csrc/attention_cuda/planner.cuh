@@ -37,13 +37,22 @@ class PlannedPieces {
     return __all_sync(0xffffffff, done);
   }
 
-  // Waits for a piece, which a warp takes once; all of its lanes get it.
+  // Waits for a piece, which a warp takes once; all of its lanes get it. One lane reads it, the
+  // same that tells so: tools that look for races take an arrival for its own thread's only.
   __device__ __forceinline__ Piece take(int index) {
+    constexpr int kWords = sizeof(Piece) / sizeof(int);
     const int at = index % kPieces;
-    wait_phase(&written_[at], index / kPieces % 2);
-    const Piece piece = pieces_[at];
-    __syncwarp();  // every lane has its copy
-    if (threadIdx.x % 32 == 0) arrive_phase(&copied_[at]);
+    int words[kWords] = {};
+    if (threadIdx.x % 32 == 0) {
+      wait_phase(&written_[at], index / kPieces % 2);
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const int*>(&pieces_[at])[i];
+      arrive_phase(&copied_[at]);
+    }
+    Piece piece;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      reinterpret_cast<int*>(&piece)[i] = __shfl_sync(0xffffffff, words[i], 0);
     return piece;
   }
 

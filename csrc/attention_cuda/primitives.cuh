@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/launch.cuh"
+
 namespace clover::cuda {
 
 struct BFloat16 {
@@ -111,14 +113,9 @@ __device__ __forceinline__ uint32_t widen_float8(uint32_t bytes) {
 #endif
 }
 
-// Barriers between some of a block's warps; `threads` counts those that sync and those that arrive.
-// What was written before arriving is visible to whoever has synced.
+// A barrier between some of a block's warps, of `threads` threads.
 __device__ __forceinline__ void sync_barrier(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void arrive_barrier(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // A barrier in shared memory with phases, each of which ends with `arrivals` arrivals. Phase n has
@@ -146,7 +143,18 @@ __device__ __forceinline__ bool phase_done(uint64_t* barrier, int parity) {
 }
 
 __device__ __forceinline__ void wait_phase(uint64_t* barrier, int parity) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t done;
+  do {  // asleep in between, for as long as the hardware lets it
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (!done);
+#else
   while (!phase_done(barrier, parity)) __nanosleep(20);
+#endif
 }
 
 // Adds one; what this block's threads wrote before its last barrier is visible to whoever sees the

@@ -12,11 +12,11 @@
 
 namespace clover::cuda {
 
-// Type of the KV, head size, eights of columns, warps that compute, tiles in flight per warp.
-template <typename T_, int D_, int NT_, int W_, int S_>
+// Type of the KV, head size, eights of columns, warps that compute.
+template <typename T_, int D_, int NT_, int W_>
 struct Config {
   using T = T_;
-  static constexpr int D = D_, NT = NT_, W = W_, S = S_;
+  static constexpr int D = D_, NT = NT_, W = W_;
   // Threads. With four computing warps three finish: eight warps in all leave a thread 255
   // registers where nine would leave it 168, as twelve do, since a multiprocessor shares them out
   // by four.

@@ -4,12 +4,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
 
-#include "attention_cuda/plan.h"
+#include "attention_cuda/prompt_plan.h"
 
 #ifdef CLOVER_HAVE_CUDA
 #include "attention_cuda/attention.h"
@@ -39,7 +40,8 @@ std::vector<PlannedPiece> plan(const std::vector<int>& lengths, const std::vecto
                                int tile, int blocks, int min_units) {
   if (lengths.size() != counts.size())
     throw std::invalid_argument("lengths and counts must be of one size");
-  const cuda::Split split = {group, cols, kv_heads, window, fixed_tiles, tile};
+  const cuda::Split split = {
+      group, cols, kv_heads, window, fixed_tiles, tile, std::numeric_limits<int>::max()};
   std::vector<cuda::RowPlan> rows;
   int total = 0;
   for (size_t i = 0; i < lengths.size(); ++i) {
@@ -64,6 +66,40 @@ std::vector<PlannedPiece> plan(const std::vector<int>& lengths, const std::vecto
     }
   }
   return pieces;
+}
+
+// Row, head, column tile, part, first tile, end tile.
+using PlannedPrompt = std::tuple<int, int, int, int, int, int>;
+
+// The parts of each item, and every part in order, that the prompt kernel's blocks share out.
+std::pair<int, std::vector<PlannedPrompt>> plan_prompts(const std::vector<int>& lengths,
+                                                        const std::vector<int>& counts, int group,
+                                                        int kv_heads, int window, int tile,
+                                                        int blocks, int narrow) {
+  if (lengths.size() != counts.size())
+    throw std::invalid_argument("lengths and counts must be of one size");
+  const cuda::Split split = {
+      group, cuda::kPromptCols, kv_heads, window, 0, tile, std::numeric_limits<int>::max()};
+  int total = 0, tiles = 0;
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    const int items = cuda::prompt_items(split, lengths[i], counts[i], narrow);
+    total += items;
+    if (items > 0) tiles = std::max(tiles, cuda::plan_row(split, lengths[i], counts[i]).units);
+  }
+  const int splits = cuda::prompt_splits(total, tiles, blocks, 2 * blocks);
+  std::vector<PlannedPrompt> parts;
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    cuda::PromptItem item = {};
+    item.row = static_cast<int>(i);
+    item.length = lengths[i];
+    item.count = counts[i];
+    const int here = cuda::prompt_items(split, lengths[i], counts[i], narrow) * splits;
+    for (int index = 0; index < here; ++index) {
+      cuda::place_item(split, splits, index, item);
+      parts.push_back({item.row, item.head, item.col_tile, item.part, item.begin, item.end});
+    }
+  }
+  return {splits, std::move(parts)};
 }
 
 #ifdef CLOVER_HAVE_CUDA
@@ -197,9 +233,9 @@ void copy_blocks(Attention& self, int64_t stream, int64_t from, int64_t from_ind
 }
 
 std::unique_ptr<Attention> make(int device, int64_t pool, int64_t pool_bytes, int block_size,
-                                int num_blocks, bool fixed_splits) {
+                                int num_blocks, bool fixed_splits, int shared_limit) {
   return std::make_unique<Attention>(device, at<void>(pool, 256, "pool"), pool_bytes, block_size,
-                                     num_blocks, fixed_splits);
+                                     num_blocks, fixed_splits, shared_limit);
 }
 
 void add_layer(Attention& self, int dtype, int kv_heads, int group, int k_dim, int v_dim,
@@ -214,7 +250,7 @@ void bind_pool(py::module_& m) {
   py::class_<Attention>(m, "CudaAttentionPool")
       .def(py::init(&make), py::kw_only(), py::arg("device"), py::arg("pool"),
            py::arg("pool_bytes"), py::arg("block_size"), py::arg("num_blocks"),
-           py::arg("fixed_splits"))
+           py::arg("fixed_splits"), py::arg("shared_limit") = 0)
       .def("add_layer", &add_layer, py::kw_only(), py::arg("dtype"), py::arg("kv_heads"),
            py::arg("group"), py::arg("k_dim"), py::arg("v_dim"), py::arg("scale"),
            py::arg("window"), py::arg("softcap"), py::arg("k_scale"), py::arg("v_scale"),
@@ -235,6 +271,11 @@ void bind_attention_cuda(py::module_& m) {
   m.def("cuda_attention_plan", &plan, py::kw_only(), py::arg("lengths"), py::arg("counts"),
         py::arg("group"), py::arg("cols"), py::arg("kv_heads"), py::arg("window"),
         py::arg("fixed_tiles"), py::arg("tile"), py::arg("blocks"), py::arg("min_units"));
+  m.def("cuda_prompt_plan", &plan_prompts, py::kw_only(), py::arg("lengths"), py::arg("counts"),
+        py::arg("group"), py::arg("kv_heads"), py::arg("window"), py::arg("tile"),
+        py::arg("blocks"), py::arg("narrow"));
+  m.def("cuda_stages_within", &cuda::stages_within, py::kw_only(), py::arg("limit"),
+        py::arg("fixed_bytes"), py::arg("stage_bytes"));
 #ifdef CLOVER_HAVE_CUDA
   m.attr("CUDA_BUILT") = true;
   bind_pool(m);

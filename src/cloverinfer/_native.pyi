@@ -115,6 +115,24 @@ def cuda_attention_plan(
     the item, slot, slots of all its parts, counter).
     """
 
+def cuda_prompt_plan(
+    *,
+    lengths: list[int],
+    counts: list[int],
+    group: int,
+    kv_heads: int,
+    window: int,
+    tile: int,
+    blocks: int,
+    narrow: int,
+) -> tuple[int, list[tuple[int, int, int, int, int, int]]]:
+    """Of the kernel for rows of more than ``narrow`` query tokens: parts of every item, and the
+    parts of each row (row, KV head, column tile, part, first tile, end tile), longest first.
+    """
+
+def cuda_stages_within(*, limit: int, fixed_bytes: int, stage_bytes: int) -> int:
+    """Tiles in flight that a kernel has room for in ``limit`` bytes of shared memory; 0: none."""
+
 class CudaAttentionPool:
     """A KV pool in device memory of the caller's, which must outlive it.
 
@@ -132,6 +150,7 @@ class CudaAttentionPool:
         block_size: int,
         num_blocks: int,
         fixed_splits: bool,
+        shared_limit: int = 0,
     ) -> None: ...
     def add_layer(
         self,

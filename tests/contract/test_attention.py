@@ -15,16 +15,19 @@ import pytest
 import torch
 
 from cloverinfer.attention import AttentionBackend, backend_names, create_backend
-from cloverinfer.attention.cuda import missing
+from cloverinfer.attention.cuda import CudaAttention, missing
 from cloverinfer.attention.null import AppendCall, AttendCall, NullAttention
 from cloverinfer.attention.pool import DTYPES, STORED, Pool
 from cloverinfer.core.errors import ConfigError
 from cloverinfer.kvcache.layout import KVSpec, PoolLayout, blocks_for
 from cloverinfer.transport.base import DeviceMemory
 
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(bool(missing()), reason=missing()))
+ON_GPU = pytest.mark.skipif(bool(missing()), reason=missing())
+CUDA = pytest.param("cuda", marks=ON_GPU)
+SMALLER = {"cuda-163k": 163 << 10, "cuda-99k": 99 << 10, "cuda-plain": 1}
+"""The cuda backend as on devices with less shared memory for a thread block."""
 ON_HOST = ["torch", "cpu"]
-COMPUTING = [*ON_HOST, CUDA]
+COMPUTING = [*ON_HOST, CUDA, *(pytest.param(name, marks=ON_GPU) for name in SMALLER)]
 EVERY = [CUDA if name == "cuda" else name for name in backend_names()]
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 """Of ``o``, absolute, for values of about unit size. ``lse`` must be within that in float32 and
@@ -153,10 +156,16 @@ def poisoned_on_device(layout: PoolLayout) -> DeviceMemory:
     return DeviceMemory(memory.data_ptr(), memory.numel(), torch.cuda.current_device())
 
 
+def created(name: str, threads: int) -> AttentionBackend:
+    if name in SMALLER:
+        return CudaAttention(shared_limit=SMALLER[name])
+    return create_backend(name, threads)
+
+
 def opened(
     name: str, layout: PoolLayout, heads: int, threads: int = 2, buffer: memoryview | None = None
 ) -> AttentionBackend:
-    backend = create_backend(name, threads)
+    backend = created(name, threads)
     if backend.capabilities.device == "cuda":
         backend.allocate(layout, heads, poisoned_on_device(layout))
     else:
@@ -427,7 +436,7 @@ def test_blocks_are_canonical_in_the_given_buffer(name: str) -> None:
 @pytest.mark.parametrize("name", COMPUTING)
 def test_own_memory(name: str) -> None:
     case = Case(make_spec(2, 16), 4, 16, [1, 20], [90, 100])
-    backend = create_backend(name, 1)
+    backend = created(name, 1)
     backend.allocate(case.layout, 4)
     case.fill(backend)
     close_to(case.attend(backend)[0], dense(case)[0], "float32")

@@ -208,6 +208,54 @@ def test_features_over_several_parts(fields: dict[str, object], batch_invariant:
     rows.check()
 
 
+CHUNKS = {
+    "split over the context": ([8192], [256]),
+    "several splits, ragged": ([9001], [64]),
+    "fresh": ([1025, 300], [1025, 300]),
+    "beside decode rows": ([4000, 9000, 1, 700, 64, 33], [1, 300, 1, 1, 64, 3]),
+    "alike": ([700] * 20, [5] * 20),
+    "many short": ([77] * 200, [20] * 200),
+}
+
+
+@pytest.mark.parametrize("rows", list(CHUNKS))
+@pytest.mark.parametrize("fields", [{}, {"window": 300}, {"sinks": (0.5, -1.0, 2.0, 0.0) * 2}])
+def test_chunks(rows: str, fields: dict[str, object]) -> None:
+    lengths, counts = CHUNKS[rows]
+    Rows(make_spec(**fields), 8, 16, lengths, counts).check()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3"])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 48])
+def test_chunks_of_types_head_sizes_and_blocks(dtype: str, dim: int, block_size: int) -> None:
+    lengths, counts = [300, 513, 1000, 700], [300, 100, 33, 1]
+    Rows(make_spec(dtype, dim), 8, block_size, lengths, counts).check()
+
+
+@pytest.mark.parametrize("group", range(1, 17))
+def test_chunks_of_groups(group: int) -> None:
+    Rows(make_spec(), 2 * group, 16, [300, 700, 1000, 40], [300, 100, 1, 40]).check()
+
+
+SMALL = {
+    "decode": ([1, 17, 300, 700], [1, 1, 1, 1], 2),
+    "parts": ([6000], [1], 1),
+    "few tokens": ([100, 64, 40], [5, 5, 5], 2),
+    "prompt": ([200], [200], 1),
+    "chunk in parts, and a decode row": ([2500, 90], [60, 1], 1),
+}
+
+
+@pytest.mark.parametrize("rows", list(SMALL))
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_small_shapes(rows: str, batch_invariant: bool) -> None:
+    """Every way of the kernels, as few as can be: tests/gpu/test_cuda_sanitizer.py slows them."""
+    lengths, counts, kv_heads = SMALL[rows]
+    spec = make_spec(kv_heads=kv_heads)
+    Rows(spec, 4 * kv_heads, 16, lengths, counts, batch_invariant=batch_invariant).check()
+
+
 def test_a_row_alone_and_among_others_gives_the_same_bits() -> None:
     rows = Rows(make_spec(), 8, 16, [9000, 40, 3000, 700], batch_invariant=True)
     together, lse = rows.attend()

@@ -189,3 +189,87 @@ def test_a_build_with_kernels_counts_gpus_without_a_driver_too() -> None:
     assert _native.cuda_device_count() == (
         torch.cuda.device_count() if torch.cuda.is_available() else 0
     )
+
+
+def prompt_plan(lengths: list[int], counts: list[int], **fields: int):
+    settings = {"group": 4, "kv_heads": 2, "window": 0, "tile": 128, "blocks": 132, "narrow": 2}
+    return _native.cuda_prompt_plan(lengths=lengths, counts=counts, **(settings | fields))
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 900)), min_size=1, max_size=8),
+    group=st.sampled_from([1, 3, 4, 16]),
+    window=st.sampled_from([0, 1, 300]),
+    blocks=st.sampled_from([1, 7, 132]),
+)
+def test_parts_of_prompts_cover_what_each_tile_of_columns_sees(
+    rows: list[tuple[int, int]], group: int, window: int, blocks: int
+) -> None:
+    lengths = [length for length, _ in rows]
+    counts = [max(1, min(count, length)) for length, count in rows]
+    splits, parts = prompt_plan(lengths, counts, group=group, window=window, blocks=blocks)
+    assert len(parts) <= 2 * blocks or splits == 1, "past the workspace"
+    found: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
+    for row, head, col_tile, part, begin, end in parts:
+        assert part == len(found[row, head, col_tile])
+        found[row, head, col_tile].append((begin, end))
+    expected = {
+        (row, head, tile)
+        for row, count in enumerate(counts)
+        for head in range(2)
+        for tile in range(-(-count * group // 128))
+        if lengths[row] and count > 2
+    }
+    assert set(found) == expected
+    for (row, _, tile), ranges in found.items():
+        first = lengths[row] - counts[row] + tile * 128 // group
+        last = lengths[row] - counts[row] + min(counts[row] - 1, (tile * 128 + 127) // group)
+        assert ranges[0][0] == (max(0, first - window + 1) // 128 if window else 0)
+        assert ranges[-1][1] == last // 128 + 1
+        assert len(ranges) == splits
+        for one, after in itertools.pairwise(ranges):
+            assert one[1] == after[0]
+
+
+@pytest.mark.parametrize(
+    ("length", "count", "splits"),
+    [
+        (8192, 512, 1),  # 128 items of 132 blocks
+        (8192, 256, 2),  # 64
+        (8192, 128, 4),  # 32
+        (1024, 64, 1),  # 16 of 8 tiles: merging costs what it saves
+        (512, 512, 1),
+        (8192, 2048, 1),  # 512: four waves
+    ],
+)
+def test_few_items_are_split(length: int, count: int, splits: int) -> None:
+    assert prompt_plan([length], [count], kv_heads=8)[0] == splits
+
+
+def test_the_longest_items_come_first() -> None:
+    _, parts = prompt_plan([2000], [2000])
+    ends = [end for *_, end in parts]
+    assert ends == sorted(ends, reverse=True)
+
+
+def test_rows_of_few_tokens_are_not_the_prompt_kernels() -> None:
+    assert {part[0] for part in prompt_plan([900, 900, 0, 900], [1, 3, 1, 2])[1]} == {1}
+
+
+@pytest.mark.parametrize(
+    ("kib", "fixed", "stage", "stages"),
+    [
+        (227, 40_000, 57_344, 3),
+        (163, 40_000, 57_344, 2),
+        (99, 40_000, 57_344, 1),
+        (99, 101_000, 16_384, 0),
+        (99, 102_000, 0, 0),
+        (227, 164_000, 0, 1),
+        (227, 1000, 1000, 4),
+    ],
+)
+def test_tiles_in_flight_are_what_shared_memory_has_room_for(
+    kib: int, fixed: int, stage: int, stages: int
+) -> None:
+    found = _native.cuda_stages_within(limit=kib << 10, fixed_bytes=fixed, stage_bytes=stage)
+    assert found == stages

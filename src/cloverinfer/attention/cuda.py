@@ -53,6 +53,8 @@ class _Layer:
 class CudaAttention(AttentionBackend, RotatesOnAppend):
     """On torch's current device at ``allocate``. ``threads`` is not used. ``batch_invariant``: a
     row's result does not depend on which rows it shares a call with (fixed splits, one kernel).
+    ``shared_limit``: bytes of shared memory that kernels may take; 0: what the device has. Less
+    makes it choose as it would on a smaller one.
     """
 
     capabilities = Capabilities(
@@ -64,8 +66,11 @@ class CudaAttention(AttentionBackend, RotatesOnAppend):
         checks_late=True,
     )
 
-    def __init__(self, threads: int = 1, batch_invariant: bool = False) -> None:
+    def __init__(
+        self, threads: int = 1, batch_invariant: bool = False, shared_limit: int = 0
+    ) -> None:
         self.batch_invariant = batch_invariant
+        self._shared_limit = shared_limit
         self._native: _native.CudaAttentionPool | None = None
         self._layers: list[_Layer] = []
         self._heads = 0
@@ -90,6 +95,7 @@ class CudaAttention(AttentionBackend, RotatesOnAppend):
             block_size=layout.block_size,
             num_blocks=layout.num_blocks,
             fixed_splits=self.batch_invariant,
+            shared_limit=self._shared_limit,
         )
         for spec in layout.specs:
             _add_layer(native, spec, num_heads)
