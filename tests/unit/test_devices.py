@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from itertools import chain
 
@@ -231,8 +232,9 @@ def test_a_batch_is_moved_in_one_piece() -> None:
     rows.apply(plan)
     batch = rows.batch(plan)
     copier = BatchCopier(torch.device("cpu"))
-    for _ in range(2):  # what was moved first is not written over
-        moved = copier.move(batch)
+    first, second = copier.move(batch), copier.move(batch)
+    copier.move(dataclasses.replace(batch, token_ids_t=batch.token_ids_t + 1))
+    for moved in (first, second):  # which later moves do not write over
         for name in ("token_ids_t", "positions_t", "query_starts", "lengths_r", "slots_t"):
             mine, other = getattr(batch, name), getattr(moved, name)
             assert mine.dtype == other.dtype
