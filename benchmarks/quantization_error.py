@@ -19,7 +19,9 @@ WEIGHTS: dict[str, dict[str, str]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "gguf": {"dtype": "bfloat16", "quantization": "gguf"},
+    "fp8": {"dtype": "bfloat16", "quantization": "fp8"},
 }
+"""fp8 is computed on the CPU too, where it rounds what it rounds on a GPU."""
 
 
 def read(model: ModelConfig, text: str, tokens: int, threads: int | None) -> list[float]:

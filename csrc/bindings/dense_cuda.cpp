@@ -97,6 +97,22 @@ void rotate(const Dense& self, int64_t stream, int dtype, int tokens, HeadSizes 
   self.rotate(params, stream_of(stream));
 }
 
+void quantise(const Dense& self, int64_t stream, int dtype, int rows, int columns, int64_t rows_in,
+              int64_t stride, int64_t out, int64_t scales) {
+  check_sizes(rows, columns);
+  check_row_stride(stride, columns, "rows_in");
+  cuda::QuantiseParams params = {};
+  params.dtype = row_dtype(dtype);
+  params.rows = rows;
+  params.columns = columns;
+  params.rows_in = rows_at(rows_in, params.dtype, "rows_in");
+  params.stride = stride;
+  params.out = rows_at(out, cuda::DType::kFloat8E4M3, "out");
+  params.scales = at_address<float>(scales, "scales");
+  py::gil_scoped_release release;
+  self.quantise(params, stream_of(stream));
+}
+
 void sample(const Dense& self, int64_t stream, int dtype, int rows, int columns, int64_t logits,
             int64_t stride, int64_t temperature, int64_t top_k, int64_t top_p, int64_t min_p,
             int64_t uniform, int64_t out) {
@@ -128,6 +144,7 @@ void bind_dense_cuda(py::module_& m) {
       .def("embed_norm", &embed_norm)
       .def("gate", &gate)
       .def("rotate", &rotate)
+      .def("quantise", &quantise)
       .def("sample", &sample);
 }
 

@@ -37,6 +37,11 @@ void Dense::rotate(const RotateParams& params, cudaStream_t stream) const {
   check(cuda::rotate(params, target_.on(stream)), "rotating");
 }
 
+void Dense::quantise(const QuantiseParams& params, cudaStream_t stream) const {
+  const DeviceGuard guard(device_);
+  check(cuda::quantise(params, target_.on(stream)), "quantising rows");
+}
+
 void Dense::sample(const SampleParams& params, cudaStream_t stream) const {
   const DeviceGuard guard(device_);
   check(cuda::sample(params, target_.on(stream)), "sampling");

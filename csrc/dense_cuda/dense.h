@@ -14,6 +14,7 @@ class Dense {
   void norm(const NormParams& params, cudaStream_t stream) const;
   void gate(const GateParams& params, cudaStream_t stream) const;
   void rotate(const RotateParams& params, cudaStream_t stream) const;
+  void quantise(const QuantiseParams& params, cudaStream_t stream) const;
   void sample(const SampleParams& params, cudaStream_t stream) const;
 
  private:

@@ -90,6 +90,20 @@ struct RotateParams {
 
 cudaError_t rotate(const RotateParams& params, const Target& target);
 
+// out[t, j] = rows_in[t, j] / scales[t] as float8 (e4m3), where scales[t] is the row's largest over
+// the type's largest; 1 of a row of zeros.
+struct QuantiseParams {
+  const void* rows_in;  // [rows, columns]
+  int64_t stride;
+  void* out;      // [rows, columns], contiguous
+  float* scales;  // [rows]
+  int rows;
+  int columns;
+  DType dtype;  // of rows_in
+};
+
+cudaError_t quantise(const QuantiseParams& params, const Target& target);
+
 // A token of each row, as models/sampling.py draws it: the largest, the lowest first, where the
 // temperature is not above 0; else by the inverse of the cumulative weights in order of the
 // vocabulary, of what top_k, min_p and top_p keep. -1 where the largest is no finite number.

@@ -336,6 +336,20 @@ class CudaDense:
         """``sizes``: heads, KV heads, size of a head. ``table``: addresses of cos and sin, and
         their rows. ``norm``: 0 for none."""
 
+    def quantise(
+        self,
+        stream: int,
+        dtype: int,
+        rows: int,
+        columns: int,
+        rows_in: int,
+        stride: int,
+        out: int,
+        scales: int,
+        /,
+    ) -> None:
+        """``out`` float8_e4m3, ``scales`` float32 of each row."""
+
     def sample(
         self,
         stream: int,

@@ -107,6 +107,13 @@ def test_quantised_weights_stay_on_the_cpu() -> None:
         node_devices(on_gpu, model, names, placement)
 
 
+def test_float8_weights_go_where_other_weights_go() -> None:
+    cluster, model = ClusterConfig(topology="colocated"), ModelConfig(quantization="fp8")
+    placement = placed(cluster, 1)
+    devices = node_devices(cluster, model, node_names(cluster), placement)
+    assert devices == {"colocated-0": "cuda:0"}
+
+
 def test_nodes_are_told_their_device_and_its_other_nodes(every_role: None) -> None:
     cluster = ClusterConfig(topology="pda", transport="tcp", attention_backend="torch")
     configs = {one.role: one for one in node_configs(cluster, MODEL, placed(cluster, 1))}

@@ -17,6 +17,7 @@ from cloverinfer import _native
 from cloverinfer.config import ModelConfig
 from cloverinfer.core.errors import ConfigError, ModelError
 from cloverinfer.models import load_half, resolve_model
+from cloverinfer.models.fp8 import fp8_fits, quantise
 from cloverinfer.models.gguf_codes import GGUFCheckpoint, read_codes
 from cloverinfer.models.gguf_file import GGUFFile
 from cloverinfer.models.packed import Format, QuantizedLinear
@@ -106,9 +107,33 @@ def test_int8_is_near_bfloat16_in_half_the_bytes(tied: bool, tmp_path: Path) -> 
     assert 1e-4 < error < 0.05
 
 
+def test_fp8_is_near_bfloat16_in_half_the_bytes(tmp_path: Path) -> None:
+    folder = make_tiny("qwen2", tmp_path, initializer_range=0.1)
+    halves = [
+        load_half(resolve_model(settings(folder, dtype="bfloat16"))),
+        load_half(resolve_model(settings(folder, quantization="fp8"))),
+    ]
+    assert halves[1].dtype == torch.bfloat16
+    assert halves[1].weight_bytes < 0.7 * halves[0].weight_bytes, "the head stays as it was"
+    plain, fp8 = (Runner(half).forward(PROMPT) for half in halves)
+    error = (fp8 - plain).abs().max() / plain.abs().max()
+    assert 1e-3 < error < 0.15
+
+
+def test_rows_in_float8_have_their_largest_at_the_type_s() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(5, 48) * torch.tensor([[1e-6], [1.0], [1e6], [0.0], [3.0]])
+    quantised, scale = quantise(rows)
+    assert quantised.float().abs().amax(1).tolist() == [448.0, 448.0, 448.0, 0.0, 448.0]
+    error = (quantised.double() * scale - rows).abs() / rows.abs().amax(1, keepdim=True).clamp(1e-9)
+    assert error.max() <= 16 / 448  # half a step below the largest
+    assert fp8_fits(32, 48)
+    assert not fp8_fits(32, 40)
+
+
 def test_what_does_not_go_with_quantisation_is_refused(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path / "llama")
-    with pytest.raises(ConfigError, match=r"model\.quantization must be one of int8, gguf"):
+    with pytest.raises(ConfigError, match=r"model\.quantization must be one of int8, gguf, fp8"):
         settings(folder, quantization="int3")
     with pytest.raises(ConfigError, match=r"needs model\.dtype bfloat16, not float32"):
         resolve_model(settings(folder, dtype="float32", quantization="int8"))

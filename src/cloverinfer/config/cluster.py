@@ -22,7 +22,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 MODEL_IMPLS = ("auto", "native", "compiled")
 LOWERINGS = ("eager", "inductor")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
-QUANTIZATIONS = ("int8", "gguf")
+QUANTIZATIONS = ("int8", "gguf", "fp8")
 
 
 def _check(where: str, field: str, value: Any, good: bool, allowed: str) -> None:
@@ -64,8 +64,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Type of the prefill nodes' weights, arithmetic and KV cache, one of ``dtype``'s; receivers
     convert their blocks. None: as ``dtype``."""
     quantization: str | None = None
-    """Of matrices, on CPUs: int8 (8 bits and a scale for each 32 weights, made as they are loaded),
-    gguf (as the GGUF file stores them, where that is Q4_0, Q4_1 or Q8_0). None: as ``dtype``."""
+    """Of matrices: on CPUs int8 (8 bits and a scale for each 32 weights, made as they are loaded)
+    or gguf (as the GGUF file stores them, where that is Q4_0, Q4_1 or Q8_0); on GPUs fp8 (e4m3 and
+    a scale for each output, made as they are loaded; what they multiply is rounded to e4m3 too; on
+    a CPU it is a slow reference). None: as ``dtype``."""
     load_format: str = "auto"
     """auto, safetensors, pt, gguf, or dummy (random weights from a config alone)."""
     model_impl: str = "auto"

@@ -144,6 +144,26 @@ class DenseKernels:
             (v.data_ptr(), v.stride(0)),
         )
 
+    def quantise(self, x_tc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x_tc`` as float8_e4m3, and what each row is to be multiplied by again: float32
+        ``[t, 1]``."""
+        self._check(x_tc)
+        rows, columns = x_tc.shape
+        out_tc = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=self._device)
+        scale_t1 = torch.empty((rows, 1), device=self._device)
+        if rows:
+            self._native.quantise(
+                self._stream(),
+                self._code,
+                rows,
+                columns,
+                x_tc.data_ptr(),
+                x_tc.stride(0),
+                out_tc.data_ptr(),
+                scale_t1.data_ptr(),
+            )
+        return out_tc, scale_t1
+
     def _new(self, rows: int, columns: int) -> torch.Tensor:
         return torch.empty((rows, columns), dtype=self._dtype, device=self._device)
 

@@ -43,7 +43,7 @@ class LlamaHalf(DenseHalf):
         self._half = arch.head_dim // 2
         table = rope_table(arch.head_dim, arch.rope_theta, arch.rope_scaling, max_len, self.dtype)
         self._cos, self._sin = (part.to(self.device) for part in table)
-        native = native_serves(self.dtype, self.device)
+        native = native_serves(self.dtype, self.device) and not checkpoint.fp8
         self._packed = not native
         self._weights = self._load(checkpoint)
         self._native: NativeStages | None = None

@@ -25,6 +25,7 @@ from .base import DenseHalf, ModelArch
 from .cache import Progress, is_whole, silent
 from .compiled import CompiledHalf, Manifest, check_dtype, is_compiled, read_manifest
 from .convert import CONFIG, GENERATION, dtype_file, ensure_dtype, folder_for_gguf
+from .fp8 import check_fp8
 from .hub import KNOWN_MODELS, known_folder, known_gguf, unknown_model
 from .native import native_serves
 from .registry import create_half
@@ -238,6 +239,9 @@ def _not_quantized(config: ModelConfig) -> ConfigError:
 
 def _checkpoint(model: ResolvedModel, seed: int, device: torch.device) -> Checkpoint:
     dtype = getattr(torch, model.dtype)
+    if model.quantization == "fp8":
+        check_fp8(dtype, device)
+        return Checkpoint(_source(model, seed, device), dtype, device=device, fp8=True)
     if model.quantization and not native_serves(dtype, device):
         raise ModelError(f"model.quantization {model.quantization} needs a CPU with AVX2")
     if model.quantization != "gguf":

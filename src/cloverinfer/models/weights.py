@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..core.errors import ModelError
+from .fp8 import Fp8Linear, fp8_fits
 from .linear import Linear, make_linear
 
 Shape = tuple[int, ...]
@@ -59,13 +60,15 @@ class Checkpoint:
         dtype: torch.dtype,
         int8: bool = False,
         device: torch.device = CPU,
+        fp8: bool = False,
     ) -> None:
         """``int8``: matrices are to be quantised by whoever packs them; ``device``: where tensors
-        are wanted."""
+        are wanted; ``fp8``: layers' matrices are kept in float8, which ``check_fp8`` allows."""
         self.source = source
         self.dtype = dtype
         self.int8 = int8
         self.device = device
+        self.fp8 = fp8
 
     def get(self, name: str, shape: Shape) -> torch.Tensor:
         """The tensor ``name``; ``ModelError`` if it is missing or not of ``shape``."""
@@ -81,7 +84,10 @@ class Checkpoint:
             weight = self.get(name + ".weight", (outputs, inputs)).contiguous()
         else:
             weight = self._stack([(n + ".weight", (outputs, inputs)) for n, outputs in parts])
-        return make_linear(weight, self._biases(parts) if bias else None, packed)
+        biases = self._biases(parts) if bias else None
+        if self.fp8 and fp8_fits(*weight.shape):
+            return Fp8Linear(weight, biases)
+        return make_linear(weight, biases, packed)
 
     def product(self, name: str, weight: torch.Tensor, packed: bool = True) -> Linear:
         """A product with ``weight``, which is the tensor ``name`` as ``get`` gave it."""

@@ -82,7 +82,7 @@ def with_dtype(model: ModelConfig, dtype: str, devices: Mapping[str, str]) -> Mo
 def _wants_gpu(cluster: ClusterConfig, model: ModelConfig, role: str) -> bool:
     if cluster.device == "cpu" or role not in GPU_ROLES:
         return False
-    if model.quantization is not None:
+    if model.quantization not in (None, "fp8"):
         if cluster.device == "auto":
             return False
         raise ConfigError(

@@ -1,0 +1,105 @@
+// Rows as float8 (e4m3) with a scale each: the row's largest becomes the type's largest.
+#include <cuda_fp8.h>
+
+#include "common/launch.cuh"
+#include "dense_cuda/kernels.h"
+#include "dense_cuda/pack.cuh"
+
+namespace clover::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr float kLargest = 448.f;  // of e4m3
+
+__device__ __forceinline__ float block_largest(float value) {
+  __shared__ float of_warps[kThreads / 32];
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2)
+    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, mask));
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = of_warps[threadIdx.x % (kThreads / 32)];
+#pragma unroll
+  for (int mask = kThreads / 64; mask > 0; mask /= 2)
+    value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, mask));
+  return value;
+}
+
+template <typename T, int V>
+__device__ __forceinline__ float largest_of(const Pack<T, V>& x) {
+  float largest = 0.f;
+#pragma unroll
+  for (int i = 0; i < V; ++i) largest = fmaxf(largest, fabsf(widen(x.values[i])));
+  return largest;
+}
+
+// One block per row, which stays in registers where it is `N` packs per thread or fewer, and is
+// read twice where it is more.
+template <typename T, int V, int N>
+__global__ void __launch_bounds__(kThreads)
+    quantise_kernel(const __grid_constant__ QuantiseParams params) {
+  let_next_start();
+  wait_for_previous();
+  const int64_t row = blockIdx.x;
+  const int64_t from = row * params.stride, to = row * params.columns;
+  Pack<T, V> x[N];
+  float largest = 0.f;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const int column = (n * kThreads + threadIdx.x) * V;
+    if (column >= params.columns) continue;
+    x[n] = load_pack<T, V>(params.rows_in, from + column);
+    largest = fmaxf(largest, largest_of(x[n]));
+  }
+  for (int at = (N * kThreads + threadIdx.x) * V; at < params.columns; at += kThreads * V)
+    largest = fmaxf(largest, largest_of(load_pack<T, V>(params.rows_in, from + at)));
+  largest = block_largest(largest);
+  const float scale = largest > 0.f ? largest / kLargest : 1.f, factor = 1.f / scale;
+  if (threadIdx.x == 0) params.scales[row] = scale;
+  const auto store = [&](const Pack<T, V>& pack, int column) {
+    Pack<__nv_fp8_storage_t, V> quantised;
+#pragma unroll
+    for (int i = 0; i < V; ++i)
+      quantised.values[i] =
+          __nv_cvt_float_to_fp8(widen(pack.values[i]) * factor, __NV_SATFINITE, __NV_E4M3);
+    store_pack<__nv_fp8_storage_t, V>(params.out, to + column, quantised);
+  };
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const int column = (n * kThreads + threadIdx.x) * V;
+    if (column < params.columns) store(x[n], column);
+  }
+  for (int at = (N * kThreads + threadIdx.x) * V; at < params.columns; at += kThreads * V)
+    store(load_pack<T, V>(params.rows_in, from + at), at);
+}
+
+template <typename T>
+cudaError_t quantise_of(const QuantiseParams& params, const Target& target) {
+  constexpr int V = kWidth<T>;
+  const auto addresses =
+      reinterpret_cast<uintptr_t>(params.rows_in) | reinterpret_cast<uintptr_t>(params.out);
+  const bool packed =
+      addresses % kAccessBytes == 0 && params.columns % V == 0 && params.stride % V == 0;
+  const Launch how = {dim3(params.rows), kThreads, target.stream, target.early};
+  if (!packed) return launch(quantise_kernel<T, 1, 1>, how, params);
+  return params.columns <= kThreads * V ? launch(quantise_kernel<T, V, 1>, how, params)
+                                        : launch(quantise_kernel<T, V, 4>, how, params);
+}
+
+}  // namespace
+
+cudaError_t quantise(const QuantiseParams& params, const Target& target) {
+  switch (params.dtype) {
+    case DType::kFloat32:
+      return quantise_of<float>(params, target);
+    case DType::kBFloat16:
+      return quantise_of<__nv_bfloat16>(params, target);
+    case DType::kFloat16:
+      return quantise_of<__half>(params, target);
+    case DType::kFloat8E4M3:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace clover::cuda
