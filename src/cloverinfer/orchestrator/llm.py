@@ -256,7 +256,11 @@ _Ask = tuple[Union[str, list[int]], SamplingParams, int]
 
 
 class _Batch:
-    """Runs many prompts, never more at a time than the queue takes."""
+    """Runs many prompts, never more at a time than the queue takes.
+
+    Its thread sleeps until a sequence ends: woken for every token it would take the interpreter
+    from the engine's thread, and from nodes of this process.
+    """
 
     def __init__(self, engine: AsyncLLM, limit: int) -> None:
         self._engine = engine
