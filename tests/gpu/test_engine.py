@@ -98,10 +98,12 @@ def test_a_node_in_a_process_of_its_own_uses_the_gpu(tiny: Tiny) -> None:
     check(cases[:4], run(model, cases[:4], MAX_TOKENS, **fields))
 
 
-def test_without_a_flag_the_gpu_is_used_in_bfloat16(tiny: Tiny) -> None:
-    with LLM(tiny("llama")[0], topology="colocated", executor="local", num_blocks=50) as llm:
-        assert [row["device"] for row in llm.engine.nodes()] == ["cuda:0"]
-        assert llm.engine._engine.cluster.infos[0].peer.dtype == "bfloat16"
+@pytest.mark.parametrize("topology", ["colocated", "pd", "pda"])
+def test_without_a_flag_the_gpu_is_used_in_bfloat16(tiny: Tiny, topology: str) -> None:
+    with LLM(tiny("llama")[0], topology=topology, executor="local") as llm:
+        rows = llm.engine.nodes()
+        assert {row["device"].partition(":")[0] for row in rows} == {"cuda"}
+        assert {info.peer.dtype for info in llm.engine._engine.cluster.infos} == {"bfloat16"}
         assert len(llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4))[0].token_ids) > 0
 
 

@@ -16,7 +16,7 @@ from cloverinfer.attention import create_backend
 from cloverinfer.config import CacheConfig, ClusterConfig, ModelConfig
 from cloverinfer.core.errors import ConfigError
 from cloverinfer.kvcache.layout import PoolLayout
-from cloverinfer.models import kv_specs, load_half, resolve_model
+from cloverinfer.models import estimated_weights, kv_specs, load_half, resolve_model
 from cloverinfer.models.weights import DummySource
 from cloverinfer.nodes import largest_step
 from cloverinfer.nodes.batch_copy import ALIGNMENT, BatchCopier, offsets_of
@@ -118,8 +118,13 @@ def test_nodes_are_told_their_device_and_its_other_nodes(every_role: None) -> No
     cluster = ClusterConfig(topology="pda", transport="tcp", attention_backend="torch")
     configs = {one.role: one for one in node_configs(cluster, MODEL, placed(cluster, 1))}
     assert [configs[role].device for role in ("prefill", "attention")] == ["cuda:0", "cpu"]
-    assert (configs["prefill"].attention_backend, configs["prefill"].device_nodes) == ("cuda", 2)
+    prefill = configs["prefill"]
+    assert prefill.attention_backend == "cuda"
+    assert (prefill.device_nodes, prefill.device_halves) == (2, 2)
     assert configs["attention"].attention_backend == "torch"
+    everywhere = msgspec.structs.replace(cluster, attention_backend="auto")
+    for one in node_configs(everywhere, MODEL, placed(cluster, 1)):
+        assert (one.device_nodes, one.device_halves) == (3, 2)
     assert configs["dense"].max_tokens == 2048
 
 
@@ -171,21 +176,29 @@ def test_what_a_device_stores() -> None:
 def test_a_pool_gets_what_is_left_of_its_nodes_part() -> None:
     use = MemoryUse(80 * GIB, 0.9, 1, 16 * GIB, 2 * GIB, GIB)
     assert pool_budget(use, 4096) == 72 * GIB - 19 * GIB
-    half = MemoryUse(80 * GIB, 0.9, 2, 16 * GIB, 2 * GIB, GIB)
-    assert pool_budget(half, 4096) == 36 * GIB - 19 * GIB
+    two = MemoryUse(80 * GIB, 0.9, 2, 32 * GIB, 2 * GIB, GIB)
+    assert pool_budget(two, 4096) == 20 * GIB - 3 * GIB
 
 
 def test_too_little_is_said_with_the_numbers() -> None:
-    use = MemoryUse(24 * GIB, 0.5, 2, 5 * GIB, GIB, graph_reserve(24 * GIB))
+    use = MemoryUse(24 * GIB, 0.5, 2, 10 * GIB, GIB, graph_reserve(24 * GIB))
     with pytest.raises(ConfigError) as caught:
         pool_budget(use, 4 * 2**20)
     for part in [
-        "0.5 of 24.00 GiB are 6.00 GiB for each of 2 nodes",
-        "weights take 5.00, a step 1.00, the reserve for graphs 0.48 GiB",
+        "0.5 of 24.00 GiB are 12.00 GiB, of which weights take 10.00 and leave 1.00 GiB for each",
+        "of 2 nodes; a step takes 1.00, the reserve for graphs 0.48 GiB",
         "a block 4.00 MiB",
         "raise gpu_memory_utilization, or lower scheduler.max_num_batched_tokens",
     ]:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "opt"])
+def test_weights_are_estimated_from_the_shape(family: str, tmp_path) -> None:
+    config = ModelConfig(model_path=str(make_tiny(family, tmp_path)), dtype="float32")
+    model = resolve_model(config)
+    stored = (tmp_path / "model.safetensors").stat().st_size
+    assert estimated_weights(model) == pytest.approx(stored, rel=0.3)
 
 
 def test_an_exhausted_device_says_who_holds_what() -> None:

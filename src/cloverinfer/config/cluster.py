@@ -127,8 +127,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Budget of each attention node's pool (and of each prefill node's) in GiB. None: 1 on a CPU,
     and on a GPU what ``gpu_memory_utilization`` leaves."""
     gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory that the nodes on it use together, in equal parts: weights, what a
-    step needs, and the pool, which gets the rest."""
+    """Share of a GPU's memory that the nodes on it use together. What their weights leave is theirs
+    in equal parts, each for what a step needs and a pool, which gets the rest."""
     num_blocks: int | None = None
     """Blocks of ``block_size`` tokens per pool; overrides ``memory_gib`` and
     ``gpu_memory_utilization``. A prefill node with another block size has blocks for as many

@@ -21,7 +21,7 @@ from ..core.errors import (
     describe,
 )
 from ..kvcache.layout import CANONICAL_LAYOUT, PoolLayout, blocks_for, blocks_in_budget
-from ..models import ResolvedModel, kv_specs
+from ..models import ResolvedModel, estimated_weights, kv_specs
 from ..transport import Endpoint, Events, Peer, RegionRef, Ticket
 from ..wire.messages import (
     Alive,
@@ -321,8 +321,9 @@ class Node(ABC):
         return (given or HOST_POOL_GIB) * 2**30
 
     def memory_taken(self) -> tuple[int, int]:
-        """Bytes of a GPU's memory that the node's weights hold, and that its largest step takes."""
-        return 0, CALL_BYTES
+        """Bytes of a GPU's memory that the model's weights hold wherever they are, and that the
+        node's largest step takes."""
+        return estimated_weights(self.model), CALL_BYTES
 
     def make_layout(self) -> PoolLayout:
         """The pool that the cache's configuration asks for: never larger than can be used."""

@@ -43,6 +43,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where the node computes and its pool is: cpu, or cuda:N."""
     device_nodes: int = 1
     """Nodes of the cluster on that device, which share its memory."""
+    device_halves: int = 1
+    """Those of them that hold the weights."""
     max_tokens: int | None = None
     """Most tokens of a step; None: as many as a request may have."""
 

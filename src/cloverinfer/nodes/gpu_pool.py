@@ -20,14 +20,14 @@ CALL_BYTES = 256 * 2**20
 def gpu_pool_budget(
     device: NodeDevice, config: NodeConfig, specs: tuple[KVSpec, ...], weights: int, step: int
 ) -> int:
-    """Bytes of the pool; ``weights`` and ``step`` are what the node takes beside it.
+    """Bytes of the pool; ``weights``: of the model, ``step``: what the node takes beside them.
     ``ConfigError`` with the numbers where nothing is left."""
     total = device.total()
     use = MemoryUse(
         total=total,
         utilization=config.cache.gpu_memory_utilization,
         nodes=config.device_nodes,
-        weights=weights,
+        weights=weights * config.device_halves,
         step=step,
         reserve=graph_reserve(total),
     )

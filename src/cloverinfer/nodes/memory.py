@@ -32,21 +32,27 @@ class MemoryUse:
     utilization: float
     """Share of it that the nodes on it may use together."""
     nodes: int
-    """On the device; all have equal parts."""
+    """On the device; what the weights leave is theirs in equal parts."""
     weights: int
+    """Of all nodes on the device."""
     step: int
-    """What the largest step takes beside weights and pool."""
+    """What the node's largest step takes beside weights and pool."""
     reserve: int
 
     @property
+    def usable(self) -> int:
+        """What all nodes may use."""
+        return int(self.total * self.utilization)
+
+    @property
     def part(self) -> int:
-        """What the node may use."""
-        return int(self.total * self.utilization / self.nodes)
+        """What the node may use beside its weights."""
+        return (self.usable - self.weights) // self.nodes
 
     @property
     def left(self) -> int:
         """Of its part, for the pool; negative where there is too little for the rest."""
-        return self.part - self.weights - self.step - self.reserve
+        return self.part - self.step - self.reserve
 
 
 def pool_budget(use: MemoryUse, least: int) -> int:
@@ -56,10 +62,10 @@ def pool_budget(use: MemoryUse, least: int) -> int:
     shared = f" for each of {use.nodes} nodes" if use.nodes > 1 else ""
     raise ConfigError(
         f"no room for a KV pool: cache.gpu_memory_utilization {use.utilization:g} of "
-        f"{_gib(use.total)} GiB are {_gib(use.part)} GiB{shared}; weights take "
-        f"{_gib(use.weights)}, a step {_gib(use.step)}, the reserve for graphs "
-        f"{_gib(use.reserve)} GiB, and a block {least / 2**20:.2f} MiB: raise "
-        f"gpu_memory_utilization, or {WHAT_TO_LOWER}"
+        f"{_gib(use.total)} GiB are {_gib(use.usable)} GiB, of which weights take "
+        f"{_gib(use.weights)} and leave {_gib(use.part)} GiB{shared}; a step takes "
+        f"{_gib(use.step)}, the reserve for graphs {_gib(use.reserve)} GiB, and a block "
+        f"{least / 2**20:.2f} MiB: raise gpu_memory_utilization, or {WHAT_TO_LOWER}"
     )
 
 

@@ -50,13 +50,14 @@ def is_gpu(device: str) -> bool:
     return device != "cpu"
 
 
-def nodes_on(devices: Mapping[str, str], name: str, placement: Placement) -> int:
-    """How many nodes share the device of the node called ``name``."""
+def nodes_beside(devices: Mapping[str, str], name: str, placement: Placement) -> list[str]:
+    """Names of the nodes that share the device of the node called ``name``, its own included."""
     host, device = placement.nodes[name].offer.host, devices[name]
-    return sum(
-        devices[other] == device and place.offer.host == host
+    return [
+        other
         for other, place in placement.nodes.items()
-    )
+        if devices[other] == device and place.offer.host == host
+    ]
 
 
 def backend_at(cluster: ClusterConfig, device: str) -> str:

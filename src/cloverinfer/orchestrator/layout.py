@@ -12,7 +12,7 @@ from ..core.errors import ConfigError
 from ..nodes import config as roles
 from ..nodes.config import NodeConfig
 from ..transport.choice import Choice, Offer, choose_for_all, reason_against
-from .devices import backend_at, is_gpu, node_devices, nodes_on
+from .devices import backend_at, is_gpu, node_devices, nodes_beside
 from .placement import Placement, network_at
 
 
@@ -105,6 +105,8 @@ def node_configs(
     names = node_names(cluster)
     places = placement.nodes
     devices = node_devices(cluster, model, names, placement)
+    beside = {name: nodes_beside(devices, name, placement) for name in devices}
+    attending = names.get(roles.ATTENTION, ())
     limits = cluster.scheduler
     return [
         NodeConfig(
@@ -122,7 +124,8 @@ def node_configs(
             max_rows=limits.max_num_seqs,
             max_tokens=limits.max_num_batched_tokens if limits.enable_chunked_prefill else None,
             device=devices[name],
-            device_nodes=nodes_on(devices, name, placement) if is_gpu(devices[name]) else 1,
+            device_nodes=len(beside[name]),
+            device_halves=sum(other not in attending for other in beside[name]),
             dense_nodes=names.get(roles.DENSE, ()),
             attention_nodes=names.get(roles.ATTENTION, ()),
         )
