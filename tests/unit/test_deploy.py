@@ -139,6 +139,8 @@ def test_an_env_file_that_is_no_text_is_told(tmp_path: Path) -> None:
         (255, "Warning: Identity file k not accessible\nPermission denied.", "correct its path"),
         (1, "ERROR: c-cp311.whl is not a supported wheel on this platform.", "does not fit"),
         (1, "ModuleNotFoundError: No module named 'cloverinfer'", "run deploy push"),
+        (1, "mkdir: cannot create directory '/proc/x': No such file", "a place of the user's"),
+        (-9, "", "broken off"),
         (255, "client_loop: send disconnect: Broken pipe", "run the command again"),
         (3, "noise\nclover: the reason\n", "the reason"),
         (1, "OSError: [Errno 28] No space left on device", "its disk is full"),
@@ -179,6 +181,30 @@ def test_hosts_that_take_long_are_named(tmp_path: Path, monkeypatch: pytest.Monk
 
     fleet.on_all("try", step)
     assert told.is_set()
+
+
+def test_a_signal_does_not_wait_for_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\necho begun >&2\nexec sleep 600\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    out = io.StringIO()
+    fleet = Fleet(load(tmp_path, GOOD), tmp_path / "logs", out=out)
+    reached = threading.Barrier(3)
+
+    def step(remote: Remote) -> str:
+        reached.wait(30)
+        return remote.run("true\n", 600.0)
+
+    def interrupted(self: Fleet, steps: object) -> None:
+        reached.wait(30)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Fleet, "_await", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fleet.on_all("try", step)
+    told = out.getvalue()
+    assert told.count("run the command again") + told.count("not begun") == 2
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])

@@ -13,7 +13,7 @@ from typing import TextIO
 
 from ..core.errors import CloverError
 from .inventory import Host, Inventory
-from .remote import HostError, Remote
+from .remote import HostError, Remote, Running
 
 MOST_AT_ONCE = 32
 PROGRESS_SECONDS = 15.0
@@ -46,11 +46,12 @@ class Fleet:
         self.say(f"== {title}: {', '.join(host.name for host in chosen)}")
         said: dict[str, str] = {}
         failed: dict[str, str] = {}
+        running = Running()
 
         def one(host: Host) -> None:
             begun = time.monotonic()
             try:
-                said[host.name] = step(self.remote(host))
+                said[host.name] = step(self.remote(host, running))
                 mark, text = "ok  ", said[host.name]
             except HostError as problem:
                 failed[host.name] = str(problem)
@@ -60,7 +61,11 @@ class Fleet:
                 self.say(f"  {mark} {host.name}: {text} ({seconds:.1f} s)")
 
         with ThreadPoolExecutor(min(MOST_AT_ONCE, len(chosen))) as pool:
-            self._await({pool.submit(one, host): host.name for host in chosen})
+            try:
+                self._await({pool.submit(one, host): host.name for host in chosen})
+            except (KeyboardInterrupt, SystemExit):  # nobody waits for hosts any more
+                running.end()
+                raise
         if failed:
             names = ", ".join(failed)
             raise FleetError(
@@ -82,13 +87,13 @@ class Fleet:
         head = self.inventory.head
         return self.on_all(title, step, [head]).get(head.name, "")
 
-    def remote(self, host: Host) -> Remote:
+    def remote(self, host: Host, running: Running) -> Remote:
         return Remote(
             host,
             self.inventory.ssh,
-            log=lambda text: self._append(host, text),
-            show=self.say if self.dry_run else lambda text: self._append(host, f"$ {text}"),
-            dry_run=self.dry_run,
+            lambda text: self._append(host, text),
+            running,
+            self.say if self.dry_run else None,
         )
 
     def _append(self, host: Host, text: str) -> None:

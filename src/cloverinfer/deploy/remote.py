@@ -6,9 +6,11 @@ script that fails on purpose writes ``clover: REASON`` and exits with 3.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import subprocess
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..core.errors import CloverError
@@ -28,18 +30,54 @@ class HostError(CloverError):
     """A step failed on a host: what is wrong there, and what to do."""
 
 
+class Running:
+    """The ssh processes of one step on all hosts, so that they can be ended together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._ended = False
+
+    def end(self) -> None:
+        """Ends what runs; nothing starts after it."""
+        with self._lock:
+            self._ended = True
+            for process in self._processes:
+                process.kill()
+
+    @contextlib.contextmanager
+    def start(self, command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+        """A process that is gone when the context ends."""
+        pipe = subprocess.PIPE
+        with self._lock:
+            if self._ended:
+                raise HostError("not begun: the command was broken off")
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
+            self._processes.add(process)
+        try:
+            with process:
+                try:
+                    yield process
+                finally:
+                    process.kill()
+        finally:
+            with self._lock:
+                self._processes.discard(process)
+
+
 class Remote:
-    """``log`` takes what was run and what came back; with ``dry_run`` commands are printed by
-    ``show`` instead, and nothing is touched."""
+    """``log`` takes what was run and what came back; with ``show``, a dry run, that takes the
+    commands instead, and nothing is touched."""
 
     def __init__(
-        self, host: Host, ssh: Ssh, log: Log, show: Log | None = None, dry_run: bool = False
+        self, host: Host, ssh: Ssh, log: Log, running: Running, show: Log | None = None
     ) -> None:
         self.host = host
         self._command = _ssh_command(host, host.ssh or ssh)
         self._log = log
-        self._show = show or log
-        self._dry_run = dry_run
+        self._running = running
+        self._dry_run = show is not None
+        self._show = show or (lambda text: log(f"$ {text}"))
 
     def run(self, script: str, timeout: float = 120.0) -> str:
         """Its standard output; ``HostError`` where it fails or does not end in time."""
@@ -58,21 +96,16 @@ class Remote:
 
     def _finish(self, command: str, data: bytes, timeout: float) -> str:
         try:
-            done = subprocess.run(
-                [*self._command, command],
-                input=data,
-                capture_output=True,
-                timeout=timeout,
-                check=False,
-            )
+            with self._running.start([*self._command, command]) as process:
+                answer, problem = process.communicate(data, timeout)
         except subprocess.TimeoutExpired as error:
             raise HostError(f"no end after {timeout:g} s: the host may be overloaded") from error
         except FileNotFoundError as error:
             raise HostError("there is no ssh here: install an OpenSSH client") from error
-        out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+        out, err = answer.decode(errors="replace"), problem.decode(errors="replace")
         self._log(out + err)
-        if done.returncode:
-            raise HostError(explain(done.returncode, err or out))
+        if process.returncode:
+            raise HostError(explain(process.returncode, err or out))
         return out
 
 
@@ -112,6 +145,7 @@ _SSH_REASONS = {
 _REASONS = {
     "No space left on device": "its disk is full: make room, or set folder to another disk",
     "Read-only file system": "its folder cannot be written to: set folder to another place",
+    "cannot create directory": "its folder cannot be made: set folder to a place of the user's",
     "No module named 'cloverinfer": "cloverinfer is not in the environment there: run deploy push",
     "module 'cloverinfer' has no": "cloverinfer is there in part only: run deploy push",
     "No module named cloverinfer": "cloverinfer is not in the environment there: run deploy push",
@@ -128,6 +162,8 @@ _REASONS = {
 
 def explain(status: int, said: str) -> str:
     """One line: what went wrong by an exit status and what was said, and what to do."""
+    if status < 0:
+        return "broken off: run the command again"
     own = [line for line in said.splitlines() if line.startswith(_MARK)]
     if own:
         return own[-1].removeprefix(_MARK)
