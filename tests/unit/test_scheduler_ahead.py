@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloverinfer.config import CacheConfig, SchedulerConfig
+from cloverinfer.config import CacheConfig, ClusterConfig, SchedulerConfig
 from cloverinfer.core.errors import ConfigError
 from cloverinfer.core.request import Request, RequestState
+from cloverinfer.orchestrator.layout import ignored_settings
 from cloverinfer.scheduler import SchedNode, Scheduler, TokenEvent
 from cloverinfer.wire.messages import StepDone, StepPlan, StepStats
 
@@ -190,6 +191,13 @@ def test_where_steps_are_launched_ahead(
 def test_the_setting_is_a_truth_value_or_none() -> None:
     with pytest.raises(ConfigError, match="async_scheduling"):
         SchedulerConfig(async_scheduling="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("topology", ["colocated", "pd", "pda"])
+def test_a_cluster_that_cannot_says_so(topology: str) -> None:
+    for asked in (None, False, True):
+        config = ClusterConfig(topology=topology, scheduler=SchedulerConfig(async_scheduling=asked))
+        assert bool(ignored_settings(config)) == (topology == "pda" and asked is True)
 
 
 # What is found out late

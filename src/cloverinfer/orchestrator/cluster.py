@@ -21,7 +21,7 @@ from ..transport.shm import remove_leftovers
 from ..wire.messages import Meet, Message, Met, NodeInfo, Shutdown, decode, encode
 from .devices import device_hint, is_gpu, node_devices, with_dtype
 from .executors import Executor, OnDeath, create_executor
-from .layout import choose_transport, node_configs, node_names, with_secret
+from .layout import choose_transport, ignored_settings, node_configs, node_names, with_secret
 from .placement import Placement, network_at
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,8 @@ class Cluster:
     def _start(self, model: ModelConfig, progress: Callable[[str], None]) -> None:
         deadline = time.monotonic() + self.config.start_timeout
         remove_leftovers()  # of engines that were killed
+        for line in ignored_settings(self.config):
+            progress(line)
         placement = self._place(model, progress)
         model = self._settled(model, placement, progress)
         configs = node_configs(self.config, model, placement)

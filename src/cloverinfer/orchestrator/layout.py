@@ -16,6 +16,16 @@ from .devices import backend_at, is_gpu, node_devices, nodes_beside
 from .placement import Placement, network_at
 
 
+def ignored_settings(cluster: ClusterConfig) -> list[str]:
+    """What was asked for and has no effect here, in sentences."""
+    if cluster.scheduler.async_scheduling and cluster.topology == "pda":
+        return [
+            "scheduler.async_scheduling has no effect in topology pda: steps of dense nodes are "
+            "not sent ahead (colocated and pd have nodes that take it)"
+        ]
+    return []
+
+
 def choose_transport(
     cluster: ClusterConfig, placement: Placement, devices: Mapping[str, str] | None = None
 ) -> Choice:
