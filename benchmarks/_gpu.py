@@ -113,13 +113,13 @@ def engine(shape: dict[str, Any], **fields: Any) -> Iterator[LLM]:
         (Path(folder) / "config.json").write_text(json.dumps(shape))
         model = ModelConfig(model_path=folder, load_format="dummy", dtype="bfloat16")
         began = time.perf_counter()
-        with LLM(model, topology="colocated", executor="local", **fields) as llm:
+        with LLM(model, topology="colocated", **fields) as llm:
             print(f"engine started in {time.perf_counter() - began:.1f} s", flush=True)
             yield llm
 
 
 def random_prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
-    rng = random.Random(seed)
+    rng = random.Random(f"{seed} {length}")  # none begins with one of another length
     return [[rng.randrange(vocab) for _ in range(length)] for _ in range(count)]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from _gpu import (
     LLAMA_8B,
@@ -69,6 +70,7 @@ def main() -> None:
     made.add_argument("--repeat", type=int, default=1, help="measurements of each row; best counts")
     made.add_argument("--out", type=Path, help="also write the table to this file")
     made.add_argument("--profile", action="store_true", help="print each row's time by kernel")
+    made.add_argument("--executor", default="local", help="local or process")
     made.add_argument("--budget", type=int, default=16384, help="max_num_batched_tokens")
     given = made.parse_args()
     speeds = measure_speeds()
@@ -76,7 +78,8 @@ def main() -> None:
     longest = max(prompt for _, prompt in given.rows) + given.tokens + 64
     most = max(batch for batch, _ in given.rows)
     lines = [*HEAD]
-    limits = {"max_num_seqs": most, "max_num_batched_tokens": given.budget}
+    limits: dict[str, Any] = {"max_num_seqs": most, "max_num_batched_tokens": given.budget}
+    limits["executor"] = given.executor
     with engine(LLAMA_8B, max_model_len=longest, **limits) as llm:
         llm.generate(random_prompts(2, 300, 1000, 0), greedy(8))
         for i, (batch, prompt) in enumerate(given.rows):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 from _gpu import (
     LLAMA_8B,
@@ -49,16 +50,18 @@ def measure(llm: LLM, batch: int, prompt: int, seed: int) -> float:
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__)
     made.add_argument("--rows", type=parse_rows, default=parse_rows(ROWS), help="64x1024,8x8192")
-    made.add_argument("--repeat", type=int, default=3, help="measurements of each row; best counts")
+    made.add_argument("--repeat", type=int, default=4, help="measurements of each row; best counts")
     made.add_argument("--out", type=Path, help="also write the table to this file")
     made.add_argument("--profile", action="store_true", help="print each row's time by kernel")
+    made.add_argument("--executor", default="local", help="local or process")
     made.add_argument("--budget", type=int, default=16384, help="max_num_batched_tokens")
     given = made.parse_args()
     speeds = measure_speeds()
     print(f"products {speeds.products / 1e12:.0f} TFLOP/s", flush=True)
     longest = max(prompt for _, prompt in given.rows) + 64
     most = max(batch for batch, _ in given.rows)
-    limits = {"max_num_seqs": most, "max_num_batched_tokens": given.budget}
+    limits: dict[str, Any] = {"max_num_seqs": most, "max_num_batched_tokens": given.budget}
+    limits["executor"] = given.executor
     lines = [*HEAD]
     with engine(LLAMA_8B, max_model_len=longest, **limits) as llm:
         for i, (batch, prompt) in enumerate(given.rows):

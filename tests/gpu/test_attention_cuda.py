@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from cloverinfer.attention import _cuda_prompts
 from cloverinfer.attention.cuda import STORED, CudaAttention, missing
 from cloverinfer.kvcache.layout import KVSpec, PoolLayout, blocks_for
 from cloverinfer.transport.base import DeviceMemory
@@ -156,10 +157,13 @@ def test_a_few_and_many_query_tokens(dtype: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3"])
-@pytest.mark.parametrize("kind", ["fresh", "chunk", "mixed"])
-def test_prompts(dtype: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["fresh", "alike", "chunk", "mixed"])
+@pytest.mark.parametrize("by_sdpa", [False, True])
+def test_prompts(dtype: str, kind: str, by_sdpa: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cuda_prompts.Shapes, "pay", lambda *_: by_sdpa)
     rows = {
         "fresh": ([700, 300, 257], [700, 300, 257]),
+        "alike": ([300, 300, 300], [300, 300, 300]),
         "chunk": ([1700, 900], [512, 300]),
         "mixed": ([700, 900, 1000, 40], [700, 1, 300, 40]),
     }
@@ -167,7 +171,9 @@ def test_prompts(dtype: str, kind: str) -> None:
     Rows(make_spec(dtype), 8, 16, lengths, counts).check()
 
 
-def test_a_fresh_prompt_with_sinks() -> None:
+@pytest.mark.parametrize("by_sdpa", [False, True])
+def test_a_fresh_prompt_with_sinks(by_sdpa: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cuda_prompts.Shapes, "pay", lambda *_: by_sdpa)
     Rows(make_spec(sinks=(0.5, -1.0, 6.0, 0.0)), 4, 16, [600], [600]).check()
 
 

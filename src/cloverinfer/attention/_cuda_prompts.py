@@ -1,7 +1,8 @@
 """Fresh prompts on a GPU: rows that are whole prompts, which PyTorch's fused kernels attend over.
 
 It finds them from what the host knows of a step, puts those of one length that follow each other
-into one call, and knows which layers and devices the kernels serve.
+into one call, and knows which layers and devices the kernels serve, and when they pay: cuDNN, the
+fastest on compute capability 9.0, takes long to prepare for each new shape.
 
 Shapes: p prompts, t tokens of each, h query heads, n KV heads, d the key size, e the value size.
 """
@@ -17,6 +18,13 @@ from ..kvcache.layout import KVSpec
 
 PROMPT_LEAST = 256
 """Fresh prompts of fewer tokens are left to our kernel."""
+SDPA_LEAST = 4096
+"""Tokens of a call from which on cuDNN is quicker than our kernel for prompts."""
+PREPARE_SECONDS = 0.055
+"""What cuDNN takes before its first call of a shape."""
+_MOST_SHAPES = 4096
+_SIZES = (64, 80, 96, 128, 256)
+"""Head sizes of our kernels."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,50 @@ class Planned:
     """There are no other rows."""
 
 
+@dataclass(frozen=True)
+class Saving:
+    """What PyTorch's kernels save against ours."""
+
+    least: int
+    """Tokens of a call below which they save nothing."""
+    seconds_per_flop: float
+
+
+_AGAINST_PROMPT_KERNEL = Saving(SDPA_LEAST, 1e-15)
+"""350 TFLOP/s against 550."""
+_AGAINST_DECODE_KERNEL = Saving(PROMPT_LEAST, 15e-15)
+"""60 against 550."""
+
+
+class Shapes:
+    """When a shape of prompts is worth PyTorch's kernels: from when they would have saved as much
+    as it takes to prepare them. So prompts of a length that comes once do not wait for that, and
+    those of one that comes again and again wait once."""
+
+    def __init__(self, flops: float, saving: Saving | None) -> None:
+        """``flops``: of a step's attention, for each pair of tokens. ``saving`` None: nothing need
+        be prepared, or ours is far too slow."""
+        self._flops = flops
+        self._saving = saving
+        self._saved: dict[tuple[int, int], float] = {}
+
+    def pay(self, prompts: Prompts) -> bool:
+        """Asked once for each step that has them."""
+        saving, count, length = self._saving, prompts.count, prompts.length
+        if saving is None:
+            return True
+        if count * length < saving.least:
+            return False
+        saved = self._saved.get((count, length), 0.0)
+        if saved >= PREPARE_SECONDS:
+            return True
+        if len(self._saved) >= _MOST_SHAPES:
+            self._saved.clear()
+        more = self._flops * count * length * length / 2 * saving.seconds_per_flop
+        self._saved[count, length] = saved + more
+        return False
+
+
 def find_prompts(starts: Sequence[int], lengths: Sequence[int]) -> list[Prompts]:
     found: list[Prompts] = []
     for row, length in enumerate(lengths):
@@ -62,10 +114,10 @@ def find_prompts(starts: Sequence[int], lengths: Sequence[int]) -> list[Prompts]
 
 
 def plan_prompts(
-    starts: Sequence[int], lengths: Sequence[int], lengths_r: torch.Tensor
+    starts: Sequence[int], lengths: Sequence[int], lengths_r: torch.Tensor, shapes: Shapes
 ) -> Planned | None:
-    """None where there are no fresh prompts. ``lengths_r``: the same as ``lengths``."""
-    prompts = find_prompts(starts, lengths)
+    """None where no prompts are worth it. ``lengths_r``: the same as ``lengths``."""
+    prompts = [some for some in find_prompts(starts, lengths) if shapes.pay(some)]
     if not prompts:
         return None
     count = sum(some.count for some in prompts)
@@ -80,6 +132,19 @@ def plan_prompts(
 def sdpa_serves(spec: KVSpec, stored: torch.dtype) -> bool:
     plain = spec.window is None and spec.softcap is None and spec.alibi_slopes is None
     return plain and stored != torch.float32 and spec.k_dim == spec.v_dim
+
+
+def shapes_for(
+    specs: Sequence[KVSpec], num_heads: int, block_size: int, device: torch.device
+) -> Shapes:
+    """Of a pool on that device."""
+    flops = 4.0 * num_heads * sum(spec.k_dim for spec in specs)
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return Shapes(flops, None)
+    if not all(spec.k_dim == spec.v_dim in _SIZES for spec in specs) or block_size % 16:
+        return Shapes(flops, None)
+    wide = all(spec.dtype in ("bfloat16", "float16") for spec in specs)
+    return Shapes(flops, _AGAINST_PROMPT_KERNEL if wide else _AGAINST_DECODE_KERNEL)
 
 
 def sdpa(

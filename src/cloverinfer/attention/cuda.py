@@ -19,7 +19,15 @@ from .. import _native
 from ..core.errors import ConfigError
 from ..kvcache.layout import KVSpec, PoolLayout
 from ..transport.base import DeviceMemory
-from ._cuda_prompts import PROMPT_LEAST, Planned, Prompts, plan_prompts, sdpa, sdpa_serves
+from ._cuda_prompts import (
+    PROMPT_LEAST,
+    Planned,
+    Prompts,
+    plan_prompts,
+    sdpa,
+    sdpa_serves,
+    shapes_for,
+)
 from .base import (
     AttentionBackend,
     Capabilities,
@@ -100,6 +108,7 @@ class CudaAttention(AttentionBackend, RotatesOnAppend):
         for spec in layout.specs:
             _add_layer(native, spec, num_heads)
         self._layers = [_layer(spec) for spec in layout.specs]
+        self._shapes = shapes_for(layout.specs, num_heads, layout.block_size, self._device)
         self._layout, self._native, self._heads, self._base = layout, native, num_heads, address
 
     def memory(self) -> DeviceMemory:
@@ -175,9 +184,11 @@ class CudaAttention(AttentionBackend, RotatesOnAppend):
         check_tokens("q", q_thd, (tokens, self._heads, of.spec.k_dim), dtype)
         self._check_rows(query_starts, block_tables_rb, lengths_r)
         self._check_devices(q=q_thd)
+        planned = self._prompts_of(of, q_thd, query_starts, lengths_r)
+        if planned is not None and planned.all_prompts and len(planned.prompts) == 1:
+            return self._attend_prompts(layer, planned.prompts[0], q_thd, block_tables_rb)
         o_the = torch.empty((tokens, self._heads, of.spec.v_dim), dtype=dtype, device=self._device)
         lse_th = torch.empty((tokens, self._heads), device=self._device)
-        planned = self._prompts_of(of, q_thd, query_starts, lengths_r)
         if planned is None:
             rest_r, prompts = lengths_r, []
         else:
@@ -219,7 +230,9 @@ class CudaAttention(AttentionBackend, RotatesOnAppend):
         self._planned = self._appended = None
         self._plans = lengths_r
         if lengths_r is not None and not self.batch_invariant:
-            self._planned = plan_prompts(rows[0].tolist(), rows[1].tolist(), lengths_r)
+            self._planned = plan_prompts(
+                rows[0].tolist(), rows[1].tolist(), lengths_r, self._shapes
+            )
 
     def _prompts_of(
         self, of: _Layer, q_thd: torch.Tensor, query_starts: torch.Tensor, lengths_r: torch.Tensor
@@ -234,7 +247,7 @@ class CudaAttention(AttentionBackend, RotatesOnAppend):
             return None
         if torch.cuda.is_current_stream_capturing():
             return None
-        return plan_prompts(query_starts.tolist(), lengths_r.tolist(), lengths_r)
+        return plan_prompts(query_starts.tolist(), lengths_r.tolist(), lengths_r, self._shapes)
 
     def _attend_prompts(
         self, layer: int, prompts: Prompts, q_thd: torch.Tensor, block_tables_rb: torch.Tensor

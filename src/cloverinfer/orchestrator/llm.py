@@ -256,11 +256,7 @@ _Ask = tuple[Union[str, list[int]], SamplingParams, int]
 
 
 class _Batch:
-    """Runs many prompts, never more at a time than the queue takes.
-
-    Its thread sleeps until a sequence ends: woken for every token it would take the interpreter
-    from the engine's thread, and from nodes of this process.
-    """
+    """Runs many prompts, never more at a time than the queue takes."""
 
     def __init__(self, engine: AsyncLLM, limit: int) -> None:
         self._engine = engine

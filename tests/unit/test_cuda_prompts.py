@@ -1,0 +1,44 @@
+"""Which prompts PyTorch's kernels attend over on a GPU, as far as the host decides."""
+
+import torch
+
+from cloverinfer.attention._cuda_prompts import (
+    PREPARE_SECONDS,
+    Prompts,
+    Saving,
+    Shapes,
+    find_prompts,
+    plan_prompts,
+)
+
+
+def test_prompts_of_one_length_that_follow_each_other_are_one_call() -> None:
+    counts = [300, 300, 1, 300, 400, 100, 256, 256]
+    lengths = [300, 300, 50, 300, 900, 100, 256, 256]
+    starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    found = find_prompts(starts, lengths)
+    assert found == [
+        Prompts(0, 2, 0, 300),
+        Prompts(3, 1, 601, 300),
+        Prompts(6, 2, 1401, 256),
+    ]
+    assert found[0].end == 600
+
+
+def test_others_rows_are_left_to_the_paged_kernel() -> None:
+    lengths = torch.tensor([300, 7, 300], dtype=torch.int32)
+    planned = plan_prompts([0, 300, 301, 601], lengths.tolist(), lengths, Shapes(1.0, None))
+    assert planned is not None
+    assert planned.rest_r.tolist() == [0, 7, 0]
+    assert lengths.tolist() == [300, 7, 300]
+    assert not planned.all_prompts
+    assert plan_prompts([0, 1, 2], [5, 9], lengths[:2], Shapes(1.0, None)) is None
+
+
+def test_a_shape_pays_once_it_would_have_saved_its_preparation() -> None:
+    each = PREPARE_SECONDS / 2.5
+    shapes = Shapes(2 / 512**2, Saving(500, each))
+    again, other, short = Prompts(0, 1, 0, 512), Prompts(0, 2, 0, 512), Prompts(0, 1, 0, 499)
+    assert [shapes.pay(again) for _ in range(5)] == [False, False, False, True, True]
+    assert [shapes.pay(other) for _ in range(3)] == [False, False, True]
+    assert not any(shapes.pay(short) for _ in range(9))
