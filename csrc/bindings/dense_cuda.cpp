@@ -138,7 +138,7 @@ void sample(const Dense& self, int64_t stream, int dtype, int rows, int columns,
 
 void bind_dense_cuda(py::module_& m) {
   py::class_<Dense>(m, "CudaDense")
-      .def(py::init<int>(), py::kw_only(), py::arg("device"))
+      .def(py::init<int, bool>(), py::kw_only(), py::arg("device"), py::arg("clusters") = true)
       .def("norm", &norm)
       .def("add_norm", &add_norm)
       .def("embed_norm", &embed_norm)

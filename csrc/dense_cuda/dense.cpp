@@ -13,10 +13,10 @@ int attribute(cudaDeviceAttr name, int device) {
 
 }  // namespace
 
-Dense::Dense(int device) : device_(device) {
+Dense::Dense(int device, bool clusters) : device_(device) {
   const bool hopper = attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9;
   target_.early = hopper;
-  target_.cluster_blocks = hopper ? kPortableCluster : 1;
+  target_.cluster_blocks = hopper && clusters ? kPortableCluster : 1;
   target_.shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   const DeviceGuard guard(device);
   check(prepare_sample(target_), "preparing to sample");

@@ -8,8 +8,9 @@ namespace clover::cuda {
 
 class Dense {
  public:
-  // std::runtime_error for what CUDA refuses, here and in every call.
-  explicit Dense(int device);
+  // std::runtime_error for what CUDA refuses, here and in every call. `clusters` false: as on
+  // devices that have none.
+  Dense(int device, bool clusters);
 
   void norm(const NormParams& params, cudaStream_t stream) const;
   void gate(const GateParams& params, cudaStream_t stream) const;

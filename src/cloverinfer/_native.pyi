@@ -261,7 +261,9 @@ class CudaDense:
     ``RuntimeError``.
     """
 
-    def __init__(self, *, device: int) -> None: ...
+    def __init__(self, *, device: int, clusters: bool = True) -> None:
+        """``clusters`` False: as on devices that have none, for tests."""
+
     def norm(
         self,
         stream: int,

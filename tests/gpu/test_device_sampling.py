@@ -87,11 +87,12 @@ def boundary(logits: torch.Tensor, params: Sampling, token: int, position: int) 
     return max(low - at, at - float(cumulative[token]), 0.0)
 
 
-def check(logits: torch.Tensor, params: list[Sampling]) -> None:
+def check(logits: torch.Tensor, params: list[Sampling], clusters: bool = True) -> None:
     positions = list(range(100, 100 + len(params)))
-    mine = draw(logits, params, positions, DeviceSampler(logits.device))
+    sampler = DeviceSampler(logits.device, clusters)
+    mine = draw(logits, params, positions, sampler)
     expected = sample(logits.float(), params, positions)
-    assert mine == draw(logits, params, positions, DeviceSampler(logits.device))
+    assert mine == draw(logits, params, positions, sampler)
     for row, (token, other) in enumerate(zip(mine, expected, strict=True)):
         if token != other:
             assert params[row].temperature > 0, (row, token, other)
@@ -123,6 +124,16 @@ def test_draws(dtype: torch.dtype, columns: int, kind: str) -> None:
     names = list(SETTINGS) * 3
     params = [make(seed=i, **SETTINGS[name]) for i, name in enumerate(names)]
     check(logits_of(kind, len(params), columns, dtype), params)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [97, 30000, 128256])
+@pytest.mark.parametrize("kind", ["flat", "peaked", "ties"])
+def test_draws_without_clusters(dtype: torch.dtype, columns: int, kind: str) -> None:
+    """Rows that fit into shared memory, and rows that do not."""
+    torch.manual_seed(columns)
+    params = [make(seed=i, **setting) for i, setting in enumerate(SETTINGS.values())]
+    check(logits_of(kind, len(params), columns, dtype), params, clusters=False)
 
 
 def test_many_rows() -> None:

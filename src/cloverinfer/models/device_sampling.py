@@ -31,13 +31,14 @@ others as in ``Sampling``, and of no account where the temperature is 0."""
 
 
 class DeviceSampler:
-    """On one device; it holds nothing else."""
+    """On one device; it holds nothing else. ``clusters`` False: a block alone has each row, as on
+    devices without clusters, for tests."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clusters: bool = True) -> None:
         assert device.type == "cuda"
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
-        self._native = _native.CudaDense(device=index)
+        self._native = _native.CudaDense(device=index, clusters=clusters)
 
     def __call__(
         self, logits_rc: torch.Tensor, draws: Mapping[str, torch.Tensor], out_r: torch.Tensor
