@@ -5,7 +5,7 @@ from tests.same_tokens import check_idle
 from tests.tiny_models import make_tiny
 
 from cloverinfer import LLM, ModelConfig, SamplingParams
-from cloverinfer.core.errors import ConfigError
+from cloverinfer.core.errors import ConfigError, NodeStartError
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=1)
 SHARED = [3 + i % 50 for i in range(40)]
@@ -73,4 +73,10 @@ def test_what_storing_rounds_moves_little(colocated, stored, most):
 
 def test_an_unknown_type_is_refused_with_the_known(path):
     with pytest.raises(ConfigError, match=r"kv_cache_dtype must be one of auto, float32.*int8"):
-        LLM(ModelConfig(model_path=path), kv_cache_dtype="fp8")
+        LLM(ModelConfig(model_path=path), kv_cache_dtype="int4")
+
+
+def test_fp8_is_refused_on_cpus(path):
+    on_cpu = {"topology": "colocated", "executor": "local", "device": "cpu"}
+    with pytest.raises(NodeStartError, match="fp8 needs nodes on GPUs: use int8 on CPUs"):
+        LLM(ModelConfig(model_path=path), kv_cache_dtype="fp8", **on_cpu)
