@@ -100,7 +100,6 @@ class HopMemory:
     """The rows of a buffer in a region of this node's, and where the node computes on them."""
 
     def __init__(self, buffer: HopBuffer, region: Region, copies: Copies) -> None:
-        self.ref = region.ref
         self._copies = copies
         self._host = buffer.tensor(copies.lock(region))
         self.rows = self._host
