@@ -190,6 +190,27 @@ def test_a_model_that_is_not_there_ends_what_was_started(installed: Cluster, mod
     write_inventory(installed, model)
 
 
+def test_a_signal_stops_what_was_started(installed: Cluster) -> None:
+    command = [sys.executable, "-m", "cloverinfer.cli", "deploy", "run", "1", "1", "1"]
+    run = subprocess.Popen(
+        installed.operator.command(*command, "--inventory", str(installed.folder / "cluster.yaml")),
+        cwd=installed.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert run.stdout is not None
+    with run, run.stdout:
+        said = ""
+        while "== wait for the server" not in said:
+            line = run.stdout.readline()
+            assert line, said
+            said += line
+        assert processes(installed) != []
+        run.terminate()
+        said += run.stdout.read()
+        assert run.wait(120) == 143, said
+    assert "what was started is stopped again" in said
+    assert processes(installed) == []
+
+
 def test_too_many_nodes_are_refused_before_anything_starts(installed: Cluster) -> None:
     assert "room for 1 dense nodes, not 2" in fails(installed, "run", "1", "2", "1")
 

@@ -395,6 +395,7 @@ def test_scripts_call_the_command(tmp_path: Path) -> None:
         "smart_deploy.sh": "deploy push 1 2",
         "smart_run.sh": "deploy run 1 2",
         "smart_stop.sh": "deploy stop 1 2",
+        "verify_gpudirect.sh": "verify --transport rdma 1 2",
     }
     for name, words in expected.items():
         done = subprocess.run(
