@@ -116,7 +116,9 @@ test-gpu: setup
 	@$(BIN)/python -m pytest tests/gpu
 	@$(BIN)/python -m pytest -m "not ray" -k cuda --ignore=tests/gpu tests
 
+# accelerate is what transformers reads a GGUF file with.
 test-models: setup
+	@$(PIP) install --quiet -c constraints.txt accelerate
 	@$(BIN)/python -m pytest -m "models or not models" tests/integration/test_compiled.py tests/models
 
 lint: setup
