@@ -66,6 +66,7 @@ def main(report_fd: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it ends us in order
     stream = sys.stdin.buffer
     config = read_config(stream)
+    from ..core.collector import set_aside
     from ..core.errors import describe
     from .build import build_node
 
@@ -86,6 +87,7 @@ def main(report_fd: int) -> int:
 
     threading.Thread(target=watch_parent, name="watch-parent", daemon=True).start()
     _report(report_fd, Started(node.info()))
+    set_aside()
     node.run()
     return 0
 

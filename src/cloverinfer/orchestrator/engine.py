@@ -18,6 +18,7 @@ from typing import Any
 
 from ..config.cluster import ClusterConfig, ModelConfig
 from ..core.clock import Clock, monotonic
+from ..core.collector import set_aside, take_back
 from ..core.errors import (
     CloverError,
     EngineClosedError,
@@ -94,6 +95,7 @@ class Engine:
         except BaseException:
             self.cluster.close()
             raise
+        set_aside()
 
     def _begin(self) -> None:
         config = self.config
@@ -216,6 +218,7 @@ class Engine:
             finally:
                 self.cluster.close()
             self._closed = True
+            take_back()
 
     def tokens(self, prompt: str | list[int]) -> list[int]:
         """A prompt as checked token ids; takes long for a long text, from any thread."""

@@ -16,7 +16,7 @@ from ..scheduler import TokenEvent
 from .text import TextStream
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """What is new of a request."""
 
     text: str

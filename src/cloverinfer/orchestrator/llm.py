@@ -7,7 +7,7 @@ import dataclasses
 import queue
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Union
 
 import msgspec
@@ -264,8 +264,8 @@ class _Batch:
         self._ended: queue.SimpleQueue[tuple[int, Chunk | CloverError]] = queue.SimpleQueue()
         """Last chunks of sequences, and errors, by prompt. The thread that waits for them is not
         woken for others: it would take the interpreter from the engine's at every token."""
-        self._chunks: dict[int, list[Chunk]] = {}
-        """Of each prompt, written by the engine's thread until its last sequence has ended."""
+        self._heard: dict[int, dict[int, _Sequence]] = {}
+        """By prompt and sequence, written by the engine's thread until the last one has ended."""
         self._names: dict[int, str] = {}
         self._left: dict[int, _Left] = {}
         self._live = 0
@@ -281,7 +281,7 @@ class _Batch:
         finally:
             for name in self._names.values():
                 self._engine.abort(name)
-        return [_grouped(self._chunks[i]) for i in range(len(asks))]
+        return [_grouped(self._heard[i]) for i in range(len(asks))]
 
     def _fits(self, count: int) -> bool:
         """Alone, what the queue may refuse is tried."""
@@ -289,14 +289,16 @@ class _Batch:
 
     def _begin(self, i: int, ask: _Ask, cache_salt: str | None) -> None:
         prompt, sampling, priority = ask
-        chunks: list[Chunk] = []
-        self._chunks[i] = chunks
+        heard: dict[int, _Sequence] = {}
+        self._heard[i] = heard
 
         def sink(item: Chunk | CloverError) -> None:
             if isinstance(item, CloverError):
                 self._ended.put((i, item))
                 return
-            chunks.append(item)
+            if item.index not in heard:
+                heard[item.index] = _Sequence()
+            heard[item.index].take(item)
             if item.finish_reason is not None:
                 self._ended.put((i, item))
 
@@ -316,31 +318,49 @@ class _Batch:
             del self._names[i]
 
 
-def _grouped(chunks: Sequence[Chunk]) -> Completion:
+@dataclass
+class _Sequence:
+    """What has been heard of one sequence. Nothing is kept for each token that would make Python's
+    collections of garbage longer."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    last: Chunk | None = None
+
+    def take(self, chunk: Chunk) -> None:
+        self.texts.append(chunk.text)
+        self.token_ids += chunk.token_ids
+        if chunk.logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += chunk.logprobs
+        if chunk.prompt_logprobs is not None:
+            self.prompt_logprobs = chunk.prompt_logprobs
+        if chunk.finish_reason is not None:
+            self.last = chunk
+
+    def completion(self) -> Completion:
+        last = self.last
+        assert last is not None
+        assert last.finish_reason is not None
+        assert last.metrics is not None
+        return Completion(
+            "".join(self.texts),
+            self.token_ids,
+            last.finish_reason,
+            last.metrics,
+            self.logprobs,
+            last.stop_reason,
+            self.prompt_logprobs,
+        )
+
+
+def _grouped(heard: dict[int, _Sequence]) -> Completion:
     """The first sequence, with the others of its prompt."""
-    count = 1 + max(chunk.index for chunk in chunks)
-    each = [_completion([c for c in chunks if c.index == i]) for i in range(count)]
-    return dataclasses.replace(each[0], alternatives=tuple(each[1:]))
-
-
-def _completion(chunks: Sequence[Chunk]) -> Completion:
-    last = chunks[-1]
-    assert last.finish_reason is not None
-    assert last.metrics is not None
-    return Completion(
-        "".join(chunk.text for chunk in chunks),
-        [token for chunk in chunks for token in chunk.token_ids],
-        last.finish_reason,
-        last.metrics,
-        _joined([chunk.logprobs for chunk in chunks]),
-        last.stop_reason,
-        next((c.prompt_logprobs for c in chunks if c.prompt_logprobs is not None), None),
-    )
-
-
-def _joined(parts: Sequence[list[TokenLogprobs] | None]) -> list[TokenLogprobs] | None:
-    given = [part for part in parts if part is not None]
-    return [one for part in given for one in part] if given else None
+    first, *others = (heard[index].completion() for index in sorted(heard))
+    return dataclasses.replace(first, alternatives=tuple(others))
 
 
 def _as_prompts(prompts: str | list[int] | Sequence[str | list[int]]) -> list[str | list[int]]:

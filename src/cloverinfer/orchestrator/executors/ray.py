@@ -68,6 +68,9 @@ class NodeActor:
         return msgspec.msgpack.encode(self._node.info()), ""
 
     def run(self) -> None:
+        from ...core.collector import set_aside
+
+        set_aside()
         self._node.run()
 
     def stop(self) -> None:
