@@ -26,10 +26,11 @@ class HostEvent(Event):
 
 
 class HostDevice(Device):
-    """``late``: how often an event is asked before it has happened."""
+    """``late``: how often an event is asked before it has happened. ``fails``: whether there is no
+    memory now."""
 
-    def __init__(self, late: int = 0) -> None:
-        self.late = late
+    def __init__(self, late: int = 0, fails: Callable[[], bool] = lambda: False) -> None:
+        self.late, self.fails = late, fails
         self.captured = 0
         self.replayed = 0
         self._last: Outputs = ()
@@ -38,6 +39,8 @@ class HostDevice(Device):
         return contextlib.nullcontext()
 
     def pinned(self, nbytes: int) -> torch.Tensor:
+        if self.fails():
+            raise MemoryError("a test's memory")
         return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:

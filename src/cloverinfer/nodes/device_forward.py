@@ -193,7 +193,7 @@ class DeviceForward:
         host = self._device.pinned(packing.nbytes)
         arrays = packing.arrays(host)
         self._fill(batch, arrays)
-        changed = self._seats.take_changes()
+        changed = self._seats.changes()
         count = len(changed[0])
         apart = count > graph.room
         if not apart:
@@ -246,7 +246,7 @@ class DeviceForward:
 
     def _place(self, batch: Batch) -> tuple[Batch, Tensors]:
         """The batch with its tensors on the device, and all fields of the step there."""
-        changed = self._seats.take_changes()
+        changed = self._seats.changes()
         unknown = np.flatnonzero(batch.token_ids_t.numpy() == UNKNOWN)
         packing = mixed_packing(
             len(batch.token_ids_t),

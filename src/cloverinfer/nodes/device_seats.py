@@ -84,12 +84,11 @@ class DeviceSeats:
         """To be written with the next step."""
         self._changes += changes
 
-    def take_changes(self) -> Changed:
-        """What was noted, to be written now."""
-        changes, self._changes = self._changes, []
+    def changes(self) -> Changed:
+        """What was noted and not written yet: a step that cannot be launched may leave some."""
         at: list[int] = []
         blocks: list[int] = []
-        for seat, column, new in changes:
+        for seat, column, new in self._changes:
             assert seat < self.scratch, "more requests than seats"
             assert column + len(new) <= self._width, "a request is longer than its table"
             first = seat * self._width + column
@@ -98,9 +97,10 @@ class DeviceSeats:
         return np.array(at, np.int64), np.array(blocks, np.int32)
 
     def write(self, there: Tensors, count: int) -> None:
-        """The first ``count`` of a packing's changes."""
+        """The first ``count`` of a packing's changes, which are all there are."""
         if count:
             self._tables.scatter_(0, there["change_at"][:count], there["change_to"][:count])
+        self._changes.clear()
 
     def write_apart(self, changed: Changed) -> None:
         """Changes that come in no packing of a step."""
