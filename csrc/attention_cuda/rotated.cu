@@ -80,17 +80,9 @@ cudaError_t append_of(RotateParams rows, const AppendParams& to, const Target& t
 }  // namespace
 
 cudaError_t append_rotated(const RotateParams& rows, const AppendParams& to, const Target& target) {
-  switch (rows.dtype) {
-    case DType::kFloat32:
-      return append_of<float>(rows, to, target);
-    case DType::kBFloat16:
-      return append_of<__nv_bfloat16>(rows, to, target);
-    case DType::kFloat16:
-      return append_of<__half>(rows, to, target);
-    case DType::kFloat8E4M3:
-      break;
-  }
-  return cudaErrorInvalidValue;
+  return for_type(rows.dtype, [&](auto of) {
+    return append_of<typename decltype(of)::Type>(rows, to, target);
+  });
 }
 
 }  // namespace clover::cuda

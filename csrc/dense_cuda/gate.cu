@@ -58,17 +58,8 @@ cudaError_t gate_of(const GateParams& params, const Target& target) {
 }  // namespace
 
 cudaError_t gate(const GateParams& params, const Target& target) {
-  switch (params.dtype) {
-    case DType::kFloat32:
-      return gate_of<float>(params, target);
-    case DType::kBFloat16:
-      return gate_of<__nv_bfloat16>(params, target);
-    case DType::kFloat16:
-      return gate_of<__half>(params, target);
-    case DType::kFloat8E4M3:
-      break;
-  }
-  return cudaErrorInvalidValue;
+  return for_type(params.dtype,
+                  [&](auto of) { return gate_of<typename decltype(of)::Type>(params, target); });
 }
 
 }  // namespace clover::cuda

@@ -158,17 +158,8 @@ cudaError_t norm_of(const NormParams& params, const Target& target) {
 }  // namespace
 
 cudaError_t norm(const NormParams& params, const Target& target) {
-  switch (params.dtype) {
-    case DType::kFloat32:
-      return norm_of<float>(params, target);
-    case DType::kBFloat16:
-      return norm_of<__nv_bfloat16>(params, target);
-    case DType::kFloat16:
-      return norm_of<__half>(params, target);
-    case DType::kFloat8E4M3:
-      break;
-  }
-  return cudaErrorInvalidValue;
+  return for_type(params.dtype,
+                  [&](auto of) { return norm_of<typename decltype(of)::Type>(params, target); });
 }
 
 }  // namespace clover::cuda

@@ -3,8 +3,11 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
 
 #include <cstdint>
+
+#include "common/dtype.h"
 
 namespace clover::cuda {
 
@@ -46,6 +49,28 @@ __device__ __forceinline__ Pack<T, V> load_pack(const void* data, int64_t elemen
 template <typename T, int V>
 __device__ __forceinline__ void store_pack(void* data, int64_t element, const Pack<T, V>& pack) {
   *reinterpret_cast<Pack<T, V>*>(static_cast<T*>(data) + element) = pack;
+}
+
+// Stands for a type, where one is chosen at run time.
+template <typename T>
+struct Of {
+  using Type = T;
+};
+
+// What `call` says to the type of rows.
+template <typename Call>
+cudaError_t for_type(DType dtype, const Call& call) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return call(Of<float>());
+    case DType::kBFloat16:
+      return call(Of<__nv_bfloat16>());
+    case DType::kFloat16:
+      return call(Of<__half>());
+    case DType::kFloat8E4M3:
+      break;
+  }
+  return cudaErrorInvalidValue;
 }
 
 template <typename T, int V>

@@ -89,17 +89,9 @@ cudaError_t quantise_of(const QuantiseParams& params, const Target& target) {
 }  // namespace
 
 cudaError_t quantise(const QuantiseParams& params, const Target& target) {
-  switch (params.dtype) {
-    case DType::kFloat32:
-      return quantise_of<float>(params, target);
-    case DType::kBFloat16:
-      return quantise_of<__nv_bfloat16>(params, target);
-    case DType::kFloat16:
-      return quantise_of<__half>(params, target);
-    case DType::kFloat8E4M3:
-      break;
-  }
-  return cudaErrorInvalidValue;
+  return for_type(params.dtype, [&](auto of) {
+    return quantise_of<typename decltype(of)::Type>(params, target);
+  });
 }
 
 }  // namespace clover::cuda

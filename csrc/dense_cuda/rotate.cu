@@ -24,17 +24,9 @@ cudaError_t rotate(const RotateParams& params, const Target& target) {
   const void* values = static_cast<const char*>(params.qkv) + values_at * dtype_bytes(params.dtype);
   const bool stay = params.v == values && params.v_stride == params.stride;
   const Rotation<Rows> rotation = rotation_to(params, Rows{}, !stay);
-  switch (params.dtype) {
-    case DType::kFloat32:
-      return rotate_of<float>(rotation, target);
-    case DType::kBFloat16:
-      return rotate_of<__nv_bfloat16>(rotation, target);
-    case DType::kFloat16:
-      return rotate_of<__half>(rotation, target);
-    case DType::kFloat8E4M3:
-      break;
-  }
-  return cudaErrorInvalidValue;
+  return for_type(params.dtype, [&](auto of) {
+    return rotate_of<typename decltype(of)::Type>(rotation, target);
+  });
 }
 
 }  // namespace clover::cuda

@@ -251,17 +251,8 @@ cudaError_t prepare_sample(const Target& target) {
 }
 
 cudaError_t sample(const SampleParams& params, const Target& target) {
-  switch (params.dtype) {
-    case DType::kFloat32:
-      return sample_of<float>(params, target);
-    case DType::kBFloat16:
-      return sample_of<__nv_bfloat16>(params, target);
-    case DType::kFloat16:
-      return sample_of<__half>(params, target);
-    case DType::kFloat8E4M3:
-      break;
-  }
-  return cudaErrorInvalidValue;
+  return for_type(params.dtype,
+                  [&](auto of) { return sample_of<typename decltype(of)::Type>(params, target); });
 }
 
 }  // namespace clover::cuda
