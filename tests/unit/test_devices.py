@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import threading
+import weakref
 from itertools import chain
 
 import msgspec
@@ -21,7 +23,7 @@ from cloverinfer.models.weights import DummySource
 from cloverinfer.nodes import largest_step
 from cloverinfer.nodes.batch_copy import ALIGNMENT, BatchCopier, offsets_of
 from cloverinfer.nodes.config import NodeConfig
-from cloverinfer.nodes.gpu import NodeDevice
+from cloverinfer.nodes.gpu import NodeDevice, release_memory
 from cloverinfer.nodes.largest_step import blocks_of, lengths_of, run_largest_step
 from cloverinfer.nodes.memory import MemoryUse, graph_reserve, out_of_memory, pool_budget
 from cloverinfer.nodes.rows import RowTable
@@ -353,3 +355,18 @@ def test_nodes_of_a_process_load_one_after_the_other(cuda: FakeCuda, monkeypatch
         assert not entered.wait(0.05)
     other.join(10)
     assert entered.is_set()
+
+
+def test_ended_nodes_let_go_of_what_is_set_aside_from_collections() -> None:
+    class Ended:
+        def __init__(self) -> None:
+            self.itself, self.weights = self, torch.zeros(1)
+
+    node = Ended()
+    weights = weakref.ref(node.weights)
+    gc.freeze()
+    try:
+        release_memory([node])
+        assert weights() is None
+    finally:
+        gc.unfreeze()

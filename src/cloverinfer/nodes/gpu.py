@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -22,9 +22,12 @@ _STARTING = threading.RLock()
 """Held while a node loads and measures: memory is counted for the whole process."""
 
 
-def release_memory() -> None:
-    """Gives GPUs what closed nodes of this process held there: nodes refer to themselves in
-    circles, and whoever starts next may need all of the memory."""
+def release_memory(ended: Iterable[object]) -> None:
+    """Gives GPUs what closed nodes of this process, whose threads have ended, held there. Nodes
+    refer to themselves in circles, which may be set aside from collections of garbage, and whoever
+    starts next may need all of the memory: so they let go of everything they had."""
+    for node in ended:
+        vars(node).clear()
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

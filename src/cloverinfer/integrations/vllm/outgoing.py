@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...core.errors import PeerGoneError
+from ...nodes.copies import Moment
 from ...nodes.pushes import StepPushes, Track
 from ...transport import Peer, Ranges
 from ...wire.messages import KVChunk
@@ -175,7 +176,8 @@ class TargetPusher:
         chunk = KVChunk(grant.slot, grant.number, grant.attempt, job.number, job.first, job.count)
         self.wire.endpoint.send(self.peer, encode(chunk))
 
-    def put_layer(self, job: Job, layer: int, track: Track) -> None:
+    def put_layer(self, job: Job, layer: int, ready: Moment, track: Track) -> None:
+        """``ready`` is now: a cache in host memory is complete once vLLM says so."""
         rows = job.rows(self._matches[layer])
         notice = pack_kv(job.grant.slot, job.number, layer)
         ticket = self.wire.endpoint.put(self._ranges[layer], rows, notice)

@@ -115,7 +115,8 @@ class LocalExecutor(Executor):
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 log.warning("the thread of %s did not end within %g s", thread.name, STOP_SECONDS)
+                self._nodes.pop(thread.name, None)
+        if self._on_gpu:
+            release_memory(self._nodes.values())
         self._threads.clear()
         self._nodes.clear()
-        if self._on_gpu:
-            release_memory()
