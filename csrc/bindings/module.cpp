@@ -7,6 +7,7 @@ void bind_attention_cuda(pybind11::module_& m);
 void bind_checksum(pybind11::module_& m);
 void bind_dense_cpu(pybind11::module_& m);
 void bind_dense_cuda(pybind11::module_& m);
+void bind_gemm_cuda(pybind11::module_& m);
 void bind_loop(pybind11::module_& m);
 void bind_shm(pybind11::module_& m);
 void bind_tables(pybind11::module_& m);
@@ -20,6 +21,7 @@ PYBIND11_MODULE(_native, m) {
   clover::bind_checksum(m);
   clover::bind_dense_cpu(m);
   clover::bind_dense_cuda(m);
+  clover::bind_gemm_cuda(m);
   clover::bind_loop(m);
   clover::bind_shm(m);
   clover::bind_tcp(m);

@@ -248,6 +248,38 @@ class CudaAttentionPool:
     def take_bad(self) -> int:
         """1 where a finished call met a block outside the pool, 2 a slot, else 0; forgets it."""
 
+# --- products with weights on a GPU (csrc/bindings/gemm_cuda.cpp) ---
+
+GEMM_TOKENS: int
+"""Rows of a call at most."""
+
+def cuda_gemm_serves(device: int) -> bool:
+    """Whether the device can run the kernels: compute capability 9.0."""
+
+class CudaGemm:
+    """Products for few tokens in bfloat16; only where ``CUDA_BUILT``.
+
+    Strides count elements. Calls return at once; ``stream`` is CUDA's handle. Sizes and addresses
+    that the kernel does not take are a ``ValueError``, what CUDA refuses a ``RuntimeError``.
+    """
+
+    def __init__(self, *, device: int) -> None: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+    def multiply(
+        self,
+        stream: int,
+        workspace: int,
+        tokens: int,
+        w: tuple[int, int, int, bool],
+        bias: int,
+        x: tuple[int, int],
+        y: tuple[int, int],
+        residual: tuple[int, int] | None,
+    ) -> None:
+        """``w`` is (address, n, k, whether it is gate and then up); ``x``, ``y`` and ``residual``
+        (address, stride). ``workspace`` is zero before the first call."""
+
 # --- the dense half's small kernels on a GPU (csrc/bindings/dense_cuda.cpp) ---
 
 Rows = tuple[int, int]

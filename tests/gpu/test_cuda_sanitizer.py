@@ -1,8 +1,9 @@
-"""The CUDA attention kernels under compute-sanitizer: no bad access, no race, no bad barrier.
+"""The CUDA attention and GEMM kernels under compute-sanitizer: no bad access, race or barrier.
 
 Tests of test_attention_cuda.py run again in a process of their own, those that between them reach
 every duty of the kernels: one and several query tokens, few and many parts of a row, prompts, every
-feature. Only our kernels are instrumented. racecheck takes the smallest of them.
+feature; of test_cuda_linear.py those of smaller products. Only our kernels are instrumented.
+racecheck takes the smallest of them.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import pytest
 from cloverinfer.attention.cuda import missing
 
 SANITIZER = shutil.which("compute-sanitizer")
-MODULE = Path(__file__).with_name("test_attention_cuda.py")
+ATTENTION, PRODUCTS = "test_attention_cuda.py", "test_cuda_linear.py"
 ALL = (
     "test_a_few_and_many_query_tokens or test_long_and_ragged_rows or test_features"
     " or test_every_part_of_a_long_row or (test_groups and 3) or (test_many_rows and 300)"
     " or test_chunks"
 )
 SMALL = "test_small_shapes"
+ALL_PRODUCTS = "(test_products and not 14336) or (test_gated_products and not 28672)"
+SMALL_PRODUCTS = "test_products and (72 or 136) and not True"
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing()),
@@ -32,16 +35,23 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("tool", "chosen"), [("memcheck", ALL), ("racecheck", SMALL), ("synccheck", SMALL)]
+    ("tool", "module", "chosen"),
+    [
+        ("memcheck", ATTENTION, ALL),
+        ("racecheck", ATTENTION, SMALL),
+        ("synccheck", ATTENTION, SMALL),
+        ("memcheck", PRODUCTS, ALL_PRODUCTS),
+        ("racecheck", PRODUCTS, SMALL_PRODUCTS),
+        ("synccheck", PRODUCTS, SMALL_PRODUCTS),
+    ],
 )
-def test_kernels_are_clean(tool: str, chosen: str) -> None:
+def test_kernels_are_clean(tool: str, module: str, chosen: str) -> None:
     assert SANITIZER is not None
     command = [SANITIZER, "--tool", tool, "--error-exitcode", "9"]
     command += ["--kernel-regex", "kns=clover"]
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen]
-    done = subprocess.run(
-        [*command, *tests, str(MODULE)], capture_output=True, text=True, timeout=280
-    )
+    tests.append(str(Path(__file__).with_name(module)))
+    done = subprocess.run([*command, *tests], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-6000:]
     summary = "0 hazards displayed" if tool == "racecheck" else "SUMMARY: 0 "
     assert summary in done.stdout, done.stdout[-6000:]

@@ -89,7 +89,9 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     option(
         group, "--attention-backend", "cluster.attention_backend", text, choices=ATTENTION_BACKENDS
     )
-    text = "attention on GPUs whose results do not change with the batch; slower"
+    text = (
+        "attention and bfloat16 products on GPUs whose results do not change with the batch; slower"
+    )
     switch(group, "--batch-invariant", "cluster.batch_invariant", text, "off")
     text = "auto, cpu, cuda or cuda:N; auto: GPUs where there are any "
     text += f"(default: {cluster.device})"

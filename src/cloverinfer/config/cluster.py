@@ -224,8 +224,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     attention_backend: str = "auto"
     """auto (cuda where nodes are on a GPU, else cpu), cpu, cuda or torch."""
     batch_invariant: bool = False
-    """Attention on GPUs with splits that depend on a request alone, so that its result does not
-    change with those that it shares a batch with; slower. Nothing else is affected yet."""
+    """Attention on GPUs with splits that depend on a request alone, and products with bfloat16
+    weights (compute capability 9.0) whose rows do not depend on each other, so that a request's
+    result does not change with those that it shares a batch with; slower. Other types and devices:
+    attention only."""
     device: str = "auto"
     """Where nodes compute: cpu, cuda (the GPUs of each host, in turn), or cuda:N (that one); auto:
     cuda on hosts where PyTorch finds a GPU and this build has CUDA kernels, else cpu."""

@@ -15,40 +15,15 @@ import functools
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
+from .cuda_linear import CudaLinear, gemm_serves
+from .product import Linear
+
+__all__ = ["Linear", "PackedLinear", "make_linear", "packing_works"]
+
 PACKED_DTYPES = (torch.bfloat16,)
 """Types whose weights are packed where the CPU and this build of PyTorch can."""
 _ROWS_HINT = 16
 """Rows that packing is told to expect; in bfloat16 no other value measured better."""
-
-
-class Linear:
-    """``x @ weight.T + bias``; ``weight`` ``[out, in]``, rows of ``x`` ``[t, in]``."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight = weight
-        self.bias = bias
-        self.shape = tuple(weight.shape)
-        self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """``residual`` plus the product."""
-        return residual + F.linear(x, self.weight, self.bias)
-
-    def fuses_add(self, rows: int) -> bool:
-        """Whether ``add`` of so many rows costs no more than the product alone."""
-        return False
-
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """``silu(gate) * up`` of a product whose outputs are gate and then up."""
-        gate, up = self(x).chunk(2, -1)
-        return F.silu(gate).mul_(up)
-
-    def fuses_gate(self, rows: int) -> bool:
-        """Whether ``gated`` of so many rows costs no more than the product alone."""
-        return False
 
 
 class PackedLinear(Linear):
@@ -68,11 +43,17 @@ class PackedLinear(Linear):
 
 
 def make_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, packed: bool = True
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    packed: bool = True,
+    batch_invariant: bool = False,
 ) -> Linear:
-    """A product with ``weight``, packed where that is asked for and known to work for its type."""
+    """A product with ``weight``: packed where that is asked for and known to work for its type, by
+    our kernel where the device runs it."""
     if packed and weight.device.type == "cpu" and packing_works(weight.dtype):
         return PackedLinear(weight, bias)
+    if gemm_serves(weight):
+        return CudaLinear(weight, bias, batch_invariant)
     return Linear(weight, bias)
 
 

@@ -145,7 +145,8 @@ class OPTHalf(DenseHalf):
         self._final_norm = self._norm(checkpoint, at + "final_layer_norm") if final else None
         tied = arch.tie_embeddings
         self._head = make_linear(
-            self._embedding if tied else checkpoint.get("lm_head.weight", vocab)
+            self._embedding if tied else checkpoint.get("lm_head.weight", vocab),
+            batch_invariant=checkpoint.batch_invariant,
         )
 
     def _load_layer(self, checkpoint: Checkpoint, index: int) -> _Layer:

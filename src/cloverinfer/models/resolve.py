@@ -206,12 +206,22 @@ def _refuse_stale(folder: Path, manifest: Manifest) -> None:
         raise ModelError(f"{folder}: stale: {source} has changed since: compile the model again")
 
 
-def load_half(model: ResolvedModel, seed: int = 0, device: torch.device = CPU) -> DenseHalf:
-    """The dense half with its weights on ``device``; ``seed`` is that of random ones."""
+def load_half(
+    model: ResolvedModel,
+    seed: int = 0,
+    device: torch.device = CPU,
+    batch_invariant: bool = False,
+) -> DenseHalf:
+    """The dense half with its weights on ``device``; ``seed`` is that of random ones.
+
+    ``batch_invariant``: a token's result does not depend on what else is computed with it, for
+    bfloat16 on GPUs of compute capability 9.0.
+    """
     if model.load_format == "compiled":
         with torch.inference_mode():
             return CompiledHalf(model.path, model.lowering, device)
     checkpoint = _checkpoint(model, seed, device)
+    checkpoint.batch_invariant = batch_invariant
     with torch.inference_mode():
         return create_half(model.arch, checkpoint, model.max_model_len)
 

@@ -69,6 +69,8 @@ class Checkpoint:
         self.int8 = int8
         self.device = device
         self.fp8 = fp8
+        self.batch_invariant = False
+        """Of products, where the device has such: to be set before anything is read."""
 
     def get(self, name: str, shape: Shape) -> torch.Tensor:
         """The tensor ``name``; ``ModelError`` if it is missing or not of ``shape``."""
@@ -87,11 +89,11 @@ class Checkpoint:
         biases = self._biases(parts) if bias else None
         if self.fp8 and fp8_fits(*weight.shape):
             return Fp8Linear(weight, biases)
-        return make_linear(weight, biases, packed)
+        return make_linear(weight, biases, packed, self.batch_invariant)
 
     def product(self, name: str, weight: torch.Tensor, packed: bool = True) -> Linear:
         """A product with ``weight``, which is the tensor ``name`` as ``get`` gave it."""
-        return make_linear(weight, packed=packed)
+        return make_linear(weight, None, packed, self.batch_invariant)
 
     def _biases(self, parts: Sequence[tuple[str, int]]) -> torch.Tensor:
         return self._stack([(name + ".bias", (outputs,)) for name, outputs in parts])

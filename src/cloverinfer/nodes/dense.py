@@ -73,7 +73,9 @@ class DecodeDenseNode(Node):
     ) -> None:
         super().__init__(config, model, endpoint, gate)
         with self.device.taking_memory("the weights"):
-            self.half = load_half(model, config.model.seed, self.device.torch)
+            self.half = load_half(
+                model, config.model.seed, self.device.torch, config.batch_invariant
+            )
         self.rows = RowTable(
             config.cache.block_size, local_attention=False, grammars=grammars_of(model)
         )

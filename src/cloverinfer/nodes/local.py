@@ -58,7 +58,9 @@ class LocalNode(Node):
         # Weights first: a pool on a GPU gets what they leave.
         before = self.device.allocated()
         with self.device.taking_memory("the weights"):
-            self.half = load_half(model, config.model.seed, self.device.torch)
+            self.half = load_half(
+                model, config.model.seed, self.device.torch, config.batch_invariant
+            )
         self._weights = self.device.allocated() - before
         self.layout = self.make_layout()
         with self.device.taking_memory(f"a KV pool of {self.layout.total_bytes / 2**30:.2f} GiB"):
