@@ -12,6 +12,7 @@ import msgspec
 from ..attention import gpus
 from ..config.cluster import CacheConfig, ClusterConfig, ModelConfig
 from ..core.errors import ModelError, NodeStartError, TransportError
+from ..kvcache.layout import PoolLayout
 from ..models import ResolvedModel, Tokenizer, load_tokenizer, resolve_model
 from ..nodes.config import PREFILL
 from ..scheduler import SchedNode
@@ -94,6 +95,9 @@ class Cluster:
         for peer in self._peers.values():
             self._endpoint.send(peer, meet)
         self._await_met(deadline)
+        for info in self.infos:
+            if is_gpu(info.device) and info.peer.layout is not None:
+                progress(_pool_line(info, info.peer.layout))
         if self.max_model_len < self.model.max_model_len:
             progress(
                 f"the context is limited to {self.max_model_len} of {self.model.max_model_len} "
@@ -201,3 +205,10 @@ class Cluster:
         finally:
             if self._endpoint is not None:
                 self._endpoint.close()
+
+
+def _pool_line(info: NodeInfo, layout: PoolLayout) -> str:
+    size, tokens = layout.total_bytes / 2**30, info.kv_blocks * layout.block_size
+    return (
+        f"{info.peer.name} is on {info.device}, with a KV pool of {size:.1f} GiB: {tokens} tokens"
+    )
