@@ -28,8 +28,9 @@ from .. import __version__
 MIB = 1 << 20
 LEAST_MEMLOCK = 64 * MIB
 """Bytes that must be lockable where there are RDMA devices."""
-ANSWER_SECONDS = 120.0
-PROOF_ROUNDS = 8
+ANSWER_SECONDS = 180.0
+"""More than decode waits for a prefill before it computes the prompt itself: also an answer."""
+PROOF_ROUNDS = 4
 CONFIG = Path("run/config.yaml")
 """The entry's settings."""
 _ANY_CERTIFICATE = ssl.create_default_context()
