@@ -149,6 +149,7 @@ def attention_seconds(shape: Shape, replays: int) -> tuple[dict[str, float], int
     memory = torch.empty(layout.total_bytes, dtype=torch.uint8, device="cuda")
     backend.allocate(layout, heads, DeviceMemory(memory.data_ptr(), memory.numel(), 0))
     fill(backend, layout)
+    backend.settle_rows()  # as after an append, where a model calls
     order = torch.randperm(layout.num_blocks, device="cuda").to(torch.int32)
     tables = order.view(pools, shape.batch, -1)
     stored = STORED[shape.dtype]

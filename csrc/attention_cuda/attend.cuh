@@ -24,6 +24,8 @@ __device__ __forceinline__ int columns_of(const AttendParams& params, const Piec
 template <class C>
 __device__ __forceinline__ void finish_pieces(const AttendParams& params, Shared<C>& shared) {
   const int thread = threadIdx.x - C::W * 32;
+  wait_for_previous();
+  let_next_start();
   Piece piece = shared.pieces.take(0);
   for (int index = 0; piece.row >= 0; ++index) {
     const int cols = columns_of<C>(params, piece);
@@ -82,6 +84,7 @@ __device__ __forceinline__ void compute_pieces(const AttendParams& params, Share
   Piece piece = shared.pieces.take(0), next;
   if (piece.row < 0) return;
   loader.expect(piece, warp);
+  wait_for_previous();
   start(piece);
   for (int index = 0; piece.row >= 0; ++index) {
     if constexpr (C::NT == 1)
@@ -137,8 +140,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     init_phases(&shared.taken, C::kFinishers);
   }
   __syncthreads();
-  let_next_start();
-  wait_for_previous();
+  if (!params.early) wait_for_previous();
   if (threadIdx.x < C::W * 32)
     compute_pieces<C>(params, shared);
   else if (threadIdx.x < C::kMeeting)

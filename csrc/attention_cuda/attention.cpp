@@ -224,6 +224,8 @@ void Attention::append(int layer, const AppendParams& call, cudaStream_t stream)
   params.v_scale = of.config.v_scale;
   params.bad = bad_.get();
   check(cuda::append(params, stream), "appending");
+  appended_ = true;
+  appended_on_ = stream;
 }
 
 void Attention::append_rotated(int layer, const RotateParams& rows, const int64_t* slots,
@@ -240,6 +242,8 @@ void Attention::append_rotated(int layer, const RotateParams& rows, const int64_
   target.stream = stream;
   target.early = early_launch_;
   check(cuda::append_rotated(rows, to, target), "rotating and appending");
+  appended_ = true;
+  appended_on_ = stream;
 }
 
 AttendParams Attention::describe_call(const Layer& of, const AttendCall& call) const {
@@ -298,6 +302,8 @@ void Attention::attend(int layer, const AttendCall& call, cudaStream_t stream) {
   const Kernel kernel = kernel_for(of, call, tokens_of_rows(of, call, shared));
   if (fixed_splits_ && kernel.function != nullptr) reserve_fixed(of, call, kernel.cols, stream);
   AttendParams params = describe_call(of, call);
+  params.early = early_launch_ && (settled_ || (appended_ && appended_on_ == stream));
+  appended_ = false;
   if (shared) {
     const int narrow = std::max(1, kernel.cols / of.config.group);
     params.narrow = kernel.function == nullptr ? 0 : narrow;

@@ -84,6 +84,14 @@ class Attention {
   // many tokens have the prompt kernel.
   int columns(int layer, const AttendCall& call) const;
 
+  // Promises that lengths, starts and tables of calls are not written by the launch just before
+  // them, so that they are read before it has ended. Of a call right after an append, on the same
+  // stream, that is always taken to be so: rows are written before anything is appended to them.
+  void settle_rows(bool settled) { settled_ = settled; }
+
+  // Takes that back for the next call, whose rows were changed after the append.
+  void rows_changed() { appended_ = false; }
+
   // kBadBlock or kBadSlot where an index of a finished call was outside the pool, else 0; forgets.
   int take_bad();
 
@@ -116,6 +124,9 @@ class Attention {
   int shared_limit_ = 0;
   bool hopper_ = false;        // compute capability 9.0
   bool early_launch_ = false;  // kernels may be launched before those before them have ended
+  bool settled_ = false;
+  bool appended_ = false;  // by the last launch
+  cudaStream_t appended_on_ = nullptr;
   std::vector<Layer> layers_;
   int64_t slots_ = 0;
   int64_t floats_ = 0;

@@ -63,6 +63,7 @@ struct AttendParams {
   int narrow;     // the prompt kernel leaves out rows of no more tokens
   int slots;      // of the workspace
   int stages;     // tiles in flight of a computing warp
+  bool early;     // lengths, starts and tables may be read before the kernel before has ended
 };
 
 }  // namespace clover::cuda

@@ -144,6 +144,7 @@ __device__ __forceinline__ void plan_pieces(const AttendParams& params, PlannedP
     pieces.put(piece, index);
     if (piece.row < 0) break;
   }
+  wait_for_previous();  // so that whoever waits for this launch has waited for those before
 }
 
 }  // namespace clover::cuda

@@ -35,10 +35,16 @@ class PromptColumns {
         before + least((item.col_tile * kPromptCols + kPromptCols - 1) / group, item.count - 1);
   }
 
+  // The first and last tile whose keys every column sees; none where the last is before the first.
+  __device__ __forceinline__ int first_whole() const {
+    const int window = params_.split.window;
+    return window == 0 ? 0 : ceil_div(most(0, highest_ - window + 1), C::kKeys);
+  }
+  __device__ __forceinline__ int last_whole() const { return (lowest_ + 1) / C::kKeys - 1; }
+
   // Hides keys that a column does not see.
   __device__ __forceinline__ void mask(float (&scores)[C::kKeys / 2], int tile) const {
     const int first = tile * C::kKeys, window = params_.split.window;
-    if (first + C::kKeys - 1 <= lowest_ && (window == 0 || first > highest_ - window)) return;
     const int key = first + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < C::kKeys / 2; ++i) {
@@ -132,7 +138,7 @@ class PromptComputer {
   }
 
   __device__ __forceinline__ void compute(const PromptItem& item, int splits) {
-    float out[C::D / 2], factor[2];
+    float out[C::D / 2];
 #pragma unroll
     for (int i = 0; i < C::D / 2; ++i) out[i] = 0.f;
     PromptColumns<C> columns(params_, item);
@@ -140,28 +146,25 @@ class PromptComputer {
     if (item.begin < item.end) {
       float scores[C::kKeys / 2] = {};
       uint32_t weights[C::kKeys / 4];
+      await_keys();
       start_scores(scores);
       wait_products<0>();
       hold(scores);
       release(&shared_.keys_empty[keys_++ % C::kStages]);
       columns.mask(scores, item.end - 1);
+      float factor[2];
       columns.weigh(scores, factor);
       pack_weights(scores, weights);
-      for (int tile = item.end - 2; tile >= item.begin; --tile) {
-        start_scores(scores);
-        start_values(out, weights);
-        wait_products<1>();
-        hold(scores);
-        release(&shared_.keys_empty[keys_++ % C::kStages]);
-        columns.mask(scores, tile);
-        columns.weigh(scores, factor);
-        wait_products<0>();
-        hold(out);
-        release(&shared_.values_empty[values_++ % C::kStages]);
-#pragma unroll
-        for (int i = 0; i < C::D / 2; ++i) out[i] *= factor[i / 2 % 2];
-        pack_weights(scores, weights);
-      }
+      if (item.end - 1 > item.begin) await_keys();
+      // Only some tiles at either end need a mask; a branch in the loop would have the compiler
+      // wait for the products before the softmax.
+      int tile = item.end - 2;
+      for (; tile >= item.begin && tile > columns.last_whole(); --tile)
+        step<true>(columns, scores, weights, out, tile, tile > item.begin);
+      for (; tile >= most(item.begin, columns.first_whole()); --tile)
+        step<false>(columns, scores, weights, out, tile, tile > item.begin);
+      for (; tile >= item.begin; --tile)
+        step<true>(columns, scores, weights, out, tile, tile > item.begin);
       release(&shared_.queries_empty);
       start_values(out, weights);
       wait_products<0>();
@@ -174,10 +177,38 @@ class PromptComputer {
   }
 
  private:
-  // S of the next keys.
+  // Scores of tile `tile`, and the values of the one before.
+  template <bool Masked>
+  __device__ __forceinline__ void step(PromptColumns<C>& columns, float (&scores)[C::kKeys / 2],
+                                       uint32_t (&weights)[C::kKeys / 4], float (&out)[C::D / 2],
+                                       int tile, bool more) {
+    float factor[2];
+    start_scores(scores);
+    start_values(out, weights);
+    wait_products<1>();
+    hold(scores);
+    release(&shared_.keys_empty[keys_++ % C::kStages]);
+    if constexpr (Masked) columns.mask(scores, tile);
+    columns.weigh(scores, factor);
+    // The wait for the next keys stands here for its branch, too: without one the compiler waits
+    // for the values' products before the softmax.
+    if (more) await_keys();
+    wait_products<0>();
+    hold(out);
+    hold(weights);  // read until now
+    release(&shared_.values_empty[values_++ % C::kStages]);
+#pragma unroll
+    for (int i = 0; i < C::D / 2; ++i) out[i] *= factor[i / 2 % 2];
+    pack_weights(scores, weights);
+  }
+
+  __device__ __forceinline__ void await_keys() const {
+    wait_phase(&shared_.keys_full[keys_ % C::kStages], keys_ / C::kStages % 2);
+  }
+
+  // S of the next keys, which are there.
   __device__ __forceinline__ void start_scores(float (&scores)[C::kKeys / 2]) {
     const int stage = keys_ % C::kStages;
-    wait_phase(&shared_.keys_full[stage], keys_ / C::kStages % 2);
     const uint32_t keys = shared_address(shared_.keys[stage]);
     hold(scores);
     begin_products();
@@ -302,8 +333,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
   }
   __syncthreads();
-  let_next_start();
   wait_for_previous();
+  let_next_start();
   if (threadIdx.x < kGroupThreads) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     const PromptWork work(params);

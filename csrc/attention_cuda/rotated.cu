@@ -14,6 +14,8 @@ namespace {
 // `S` is what the pool stores: float8, or the rows' own type.
 template <typename S>
 struct Pool {
+  static constexpr bool kAppends = true;
+
   PoolView view;
   const int64_t* slots;
   int* bad;

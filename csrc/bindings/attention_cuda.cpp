@@ -260,6 +260,8 @@ void bind_pool(py::module_& m) {
       .def("attend", &attend)
       .def("gather", &gather)
       .def("copy_blocks", &copy_blocks)
+      .def("settle_rows", &Attention::settle_rows, py::arg("settled"))
+      .def("rows_changed", &Attention::rows_changed)
       .def("take_bad", &Attention::take_bad);
 }
 

@@ -5,6 +5,8 @@ namespace clover::cuda {
 namespace {
 
 struct Rows {
+  static constexpr bool kAppends = false;
+
   template <typename T, int V>
   __device__ __forceinline__ void key(const RotateParams& rows, int token, int head, int at,
                                       const Pack<T, V>& pack) const {

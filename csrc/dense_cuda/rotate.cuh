@@ -12,7 +12,8 @@ constexpr int kRotateThreads = 128;
 constexpr int kRotateBlocks = 12;  // of a multiprocessor at least, so that enough is in flight
 constexpr int kWarpLanes = 32;
 
-// What the kernel is told: `place` answers where a token's keys and values go.
+// What the kernel is told: `place` answers where a token's keys and values go, and whether that is
+// a pool, over which attention follows.
 template <typename Place>
 struct Rotation {
   RotateParams rows;
@@ -92,7 +93,7 @@ template <typename T, int V, bool kNormed, typename Place>
 __global__ void __launch_bounds__(kRotateThreads, kRotateBlocks)
     rotate_kernel(const __grid_constant__ Rotation<Place> params) {
   const RotateParams& rows = params.rows;
-  let_next_start();
+  if constexpr (!Place::kAppends) let_next_start();
   const int lanes = 1 << params.lanes_log2, lane = threadIdx.x % lanes, half = rows.head_dim / 2;
   const int rotated = rows.heads + rows.kv_heads, each = rotated + params.copied;
   const unsigned item = (blockIdx.x * kRotateThreads + threadIdx.x) >> params.lanes_log2;
@@ -101,6 +102,9 @@ __global__ void __launch_bounds__(kRotateThreads, kRotateBlocks)
   const int64_t from = token * rows.stride + int64_t{head} * rows.head_dim;
   const int64_t norm = int64_t{head} * rows.head_dim;
   wait_for_previous();
+  // Attention, which follows, reads its rows' lengths before it waits: whoever wrote them has
+  // ended.
+  if constexpr (Place::kAppends) let_next_start();
   if (token < rows.tokens && head >= rotated)
     for (int at = lane * V; at < rows.head_dim; at += lanes * V)
       params.place.template value<T, V>(rows, token, head - rotated, at,

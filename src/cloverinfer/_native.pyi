@@ -245,6 +245,14 @@ class CudaAttentionPool:
     ) -> None:
         """Indices are int64 on the device; 0 counts up."""
 
+    def settle_rows(self, settled: bool) -> None:
+        """Promises that lengths, starts and tables of calls are not written by the launch just
+        before them, which lets a call read them early. After an append it is taken to be so.
+        """
+
+    def rows_changed(self) -> None:
+        """Takes that back for the next call."""
+
     def take_bad(self) -> int:
         """1 where a finished call met a block outside the pool, 2 a slot, else 0; forgets it."""
 

@@ -225,6 +225,12 @@ class CudaAttention(AttentionBackend, RotatesOnAppend):
             out[1].data_ptr(),
         )
 
+    def settle_rows(self) -> None:
+        """Promises that rows' lengths, starts and tables are never written by the launch just before
+        a call. Without it that is taken to be so of calls right after an append only.
+        """
+        self._open().settle_rows(True)
+
     def plan(self, rows: HostRows, lengths_r: torch.Tensor | None) -> None:
         self._open()
         self._planned = self._appended = None
@@ -247,6 +253,7 @@ class CudaAttention(AttentionBackend, RotatesOnAppend):
             return None
         if torch.cuda.is_current_stream_capturing():
             return None
+        self._open().rows_changed()  # by what follows, after the append
         return plan_prompts(query_starts.tolist(), lengths_r.tolist(), lengths_r, self._shapes)
 
     def _attend_prompts(
