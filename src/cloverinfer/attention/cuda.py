@@ -226,8 +226,8 @@ class CudaAttention(AttentionBackend, RotatesOnAppend):
         )
 
     def settle_rows(self) -> None:
-        """Promises that rows' lengths, starts and tables are never written by the launch just before
-        a call. Without it that is taken to be so of calls right after an append only.
+        """Promises that rows' lengths, starts and tables are never written by the launch just
+        before a call. Without it that is taken to be so of calls right after an append only.
         """
         self._open().settle_rows(True)
 
