@@ -18,8 +18,6 @@ GPU_ROLES = frozenset({roles.COLOCATED, roles.PREFILL, roles.DECODE, roles.DENSE
 _DECODE_ATTENTION = frozenset({roles.COLOCATED, roles.DECODE, roles.ATTENTION})
 """Roles that attend for decode steps, with the backend that the cluster names."""
 _HOST_BACKENDS = ("cpu", "torch")
-GPU_DTYPE = "bfloat16"
-"""What dtype auto is where a node is on a GPU."""
 
 
 def node_devices(
