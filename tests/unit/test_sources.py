@@ -142,6 +142,14 @@ def test_a_device_that_stands_still_is_at_fault_itself():
     assert not isinstance(caught.value, TransportError)
 
 
+def test_what_is_done_while_a_device_stands_still_ends_too():
+    done = []
+    with pytest.raises(CloverError, match="did not come to an end"):
+        LateMoment().wait(seconds=0.02, meanwhile=lambda: done.append(time.sleep(0.001)))
+    assert len(done) > 1
+    NOW.wait(meanwhile=lambda: pytest.fail("there is nothing to wait for"))
+
+
 def test_closing_ends_a_wait_for_slots(pool):
     mirror = mirror_of(pool, 2)
     with mirror.hold(0, np.array([1, 2], np.int32), NOW) as held:

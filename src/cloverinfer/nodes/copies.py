@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -37,13 +37,19 @@ class Moment(ABC):
     def happened(self) -> bool:
         """Never false again once it was true."""
 
-    def wait(self, seconds: float = COPY_SECONDS) -> None:
-        """``CloverError`` where it has not happened by then: the device is at fault, no peer."""
+    def wait(
+        self, seconds: float = COPY_SECONDS, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        """``CloverError`` where it has not happened by then: the device is at fault, no peer.
+        ``meanwhile`` is called again and again, instead of a nap."""
         deadline = time.monotonic() + seconds
         while not self.happened:
             if time.monotonic() > deadline:
                 raise CloverError(f"the device did not come to an end within {seconds:g} s")
-            time.sleep(_NAP)
+            if meanwhile is None:
+                time.sleep(_NAP)
+            else:
+                meanwhile()
 
 
 class _Now(Moment):
@@ -190,7 +196,7 @@ class CudaCopies(Copies):
             torch.cuda.current_stream(self.torch).wait_event(moment.event)
 
     @contextlib.contextmanager
-    def beside(self, after: Moment):  # type: ignore[no-untyped-def]  # see Copies
+    def beside(self, after: Moment) -> Iterator[None]:
         with torch.cuda.stream(self._stream):
             self.follow(after)
             yield

@@ -12,21 +12,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..models.device_sampling import DRAW_DTYPES
 from ..wire.messages import Sampling
 from .rows import Batch
 
 _ALIGNMENT = 16
 _TYPES = {"int32": torch.int32, "int64": torch.int64, "float64": torch.float64}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 Arrays = dict[str, npt.NDArray[np.generic]]
 Tensors = dict[str, torch.Tensor]
 
-DRAW_FIELDS = {
-    "temperature": "float64",
-    "top_k": "int64",
-    "top_p": "float64",
-    "min_p": "float64",
-    "uniform": "float64",
-}
+DRAW_FIELDS = {name: _NAMES[dtype] for name, dtype in DRAW_DTYPES.items()}
 """What choosing a token needs; for greedy rows all 0."""
 
 

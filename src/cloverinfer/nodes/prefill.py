@@ -184,8 +184,8 @@ class PrefillNode(LocalNode):
             sender.layer(pushes, layer, ready)
             if self._awaits:
                 self._take_credits()
-                while layer == self.layout.num_layers - 1 and not ready.happened:
-                    self._take_credits(LOOK_SECONDS)  # here, as sampling would wait deaf
+                if layer == self.layout.num_layers - 1:  # here, as sampling would wait deaf
+                    ready.wait(meanwhile=lambda: self._take_credits(LOOK_SECONDS))
 
         return self.forward.run(batch, stats, on_layer)
 
