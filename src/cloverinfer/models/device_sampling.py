@@ -38,8 +38,7 @@ class DeviceSampler:
         assert device.type == "cuda"
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
-        one_block = {} if clusters else {"clusters": False}
-        self._native = _native.CudaDense(device=index, **one_block)
+        self._native = _native.CudaDense(device=index, clusters=clusters)
 
     def __call__(
         self, logits_rc: torch.Tensor, draws: Mapping[str, torch.Tensor], out_r: torch.Tensor
