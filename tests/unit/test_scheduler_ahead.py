@@ -19,9 +19,10 @@ from cloverinfer.scheduler import SchedNode, Scheduler, TokenEvent
 from cloverinfer.wire.messages import StepDone, StepPlan, StepStats
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_scheduler_fakes import Cluster, Truth, make_nodes, make_request
+from test_scheduler_fakes import Cluster
 from test_scheduler_random import build, play, random_request
 from test_scheduler_rules import everything_free, finish_step, prompt, start
+from tests.scheduler_kit import Truth, make_nodes, make_request
 
 S = RequestState
 NODE = "colocated-0"

@@ -11,7 +11,7 @@ from cloverinfer.core.request import RequestState
 from cloverinfer.wire.messages import ExpectTransfer, Fence, Fenced
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_scheduler_fakes import Cluster, make_request
+from test_scheduler_fakes import Cluster
 from test_scheduler_rules import (
     cluster,
     everything_free,
@@ -20,6 +20,7 @@ from test_scheduler_rules import (
     start,
     transferred,
 )
+from tests.scheduler_kit import make_request
 
 S = RequestState
 

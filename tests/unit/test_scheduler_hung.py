@@ -14,10 +14,11 @@ from cloverinfer.scheduler import HungNode
 from cloverinfer.wire.messages import Alive, Fence, Fenced, Probe
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_scheduler_fakes import Cluster, make_request
+from test_scheduler_fakes import Cluster
 from test_scheduler_fence import fences, half_transferred
 from test_scheduler_random import TOPOLOGIES, build, play
 from test_scheduler_rules import cluster, everything_free, finish_step, prompt, start, transferred
+from tests.scheduler_kit import make_request
 
 S = RequestState
 T = 5.0

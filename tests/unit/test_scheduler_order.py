@@ -10,7 +10,8 @@ import pytest
 from cloverinfer.config import CacheConfig, SchedulerConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_scheduler_fakes import Cluster, make_nodes, make_request
+from test_scheduler_fakes import Cluster
+from tests.scheduler_kit import make_nodes, make_request
 
 
 def cluster(topology: str, config: SchedulerConfig | None = None, blocks: int = 40) -> Cluster:

@@ -16,7 +16,8 @@ from cloverinfer.core.request import Request, RequestState
 from cloverinfer.scheduler.records import HOME_ROLES
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_scheduler_fakes import Cluster, make_nodes, make_request
+from test_scheduler_fakes import Cluster
+from tests.scheduler_kit import make_nodes, make_request
 
 TOPOLOGIES = ("colocated", "pd", "pda")
 PREFIXES = [[1 + (i * k) % 30 for i in range(40)] for k in (1, 3, 7)]

@@ -24,7 +24,8 @@ from cloverinfer.wire.messages import (
 )
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_scheduler_fakes import EOS, Cluster, Truth, make_nodes, make_request
+from test_scheduler_fakes import Cluster
+from tests.scheduler_kit import EOS, Truth, make_nodes, make_request
 
 S = RequestState
 
