@@ -108,13 +108,16 @@ def test_a_row_alone_and_among_others(n: int, k: int) -> None:
 
 def test_a_chain_of_products_captured_in_a_graph() -> None:
     """Each starts while the one before it still runs, and must not read its results too soon."""
-    layers = [(product(768, 512), product(1024, 768), product(512, 512)) for _ in range(8)]
+    layers = [(product(768, 512), product(1024, 768), product(512, 512)) for _ in range(5)]
 
     def run(x: torch.Tensor, after: Callable[[], None]) -> torch.Tensor:
         for first, second, third in layers:
-            for call in (first, second.gated, third):
-                x = call(x)
-                after()
+            hidden = first(x)
+            after()
+            hidden = second.gated(hidden)
+            after()
+            x = third.add(hidden, x)
+            after()
         return x
 
     x = normal(16, 512)
@@ -125,10 +128,10 @@ def test_a_chain_of_products_captured_in_a_graph() -> None:
         with torch.cuda.graph(graph, stream=stream):
             y = run(x, lambda: None)
         for _ in range(5):
-            x.copy_(normal(16, 512) * 4)
+            x.copy_(normal(16, 512))
             graph.replay()
             stream.synchronize()
-            assert y.abs().max() > 0
+            assert y.isfinite().all()
             assert torch.equal(y, run(x, stream.synchronize))
 
 

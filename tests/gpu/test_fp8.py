@@ -30,9 +30,10 @@ def test_rows_are_quantised_as_on_the_cpu(dtype: torch.dtype, columns: int, extr
     expected, expected_scale = quantise(rows)
     torch.testing.assert_close(scale, expected_scale, rtol=1e-6, atol=0)
     off = (quantised.float() - expected.float()).abs()
-    # Where a scale differs in its last bit a number may fall to the neighbour.
+    # Where a scale differs in its last bit, a number halfway between two may fall to the other: few
+    # do, more of them where inputs are coarse, as in bfloat16.
     assert (off <= expected.float().abs() / 8 + 2**-9).all()
-    assert (off > 0).float().mean() < 1e-3
+    assert (off > 0).float().mean() < (1e-3 if dtype == torch.float32 else 4e-3)
 
 
 @pytest.mark.parametrize("shape", [(48, 64), (6144, 4096), (4096, 14336)])
@@ -49,8 +50,9 @@ def test_products(shape: tuple[int, int], tokens: int, biased: bool) -> None:
     expected = (x8.double() * x_scale) @ (w8.double() * w_scale).T
     expected += 0 if bias is None else bias.double()
     assert mine.shape == expected.shape
+    # The tensor cores of 9.0 add products of float8 with about 14 bits, cut off, not rounded.
     if tokens:
-        assert (mine.double() - expected).norm() / expected.norm() < 4e-3
+        assert (mine.double() - expected).norm() / expected.norm() < 1e-2
 
 
 def test_a_captured_product_reads_new_rows() -> None:
