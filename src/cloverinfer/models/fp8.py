@@ -81,6 +81,6 @@ def check_fp8(dtype: torch.dtype, device: torch.device) -> None:
         return
     if not cuda_serves(dtype, device) or torch.cuda.get_device_capability(device) < _CAPABILITY:
         raise ModelError(
-            "model.quantization fp8 needs a GPU of compute capability 8.9 or more and a build "
-            f"with CUDA kernels, which {device} is not or does not have: leave it out"
+            f"model.quantization fp8 cannot be used on {device}: it needs compute capability 8.9 "
+            "or newer, and a build with CUDA kernels: leave it out"
         )

@@ -60,7 +60,7 @@ def take_likeliest(logits_tc: torch.Tensor, draws: Tensors, out_t: torch.Tensor)
 
 
 def buckets_up_to(max_rows: int) -> list[int]:
-    """Numbers of rows that graphs are captured for: 1, 2, 4, 8, then every 8."""
+    """Numbers of rows that graphs are captured for: 1, 2, 4, 8, then every 8, and ``max_rows``."""
     buckets = [1, 2, 4, *range(8, max_rows, 8), max_rows]
     return sorted({bucket for bucket in buckets if bucket <= max_rows})
 

@@ -31,6 +31,11 @@ class _Flight:
     began: float
 
     @property
+    def for_host(self) -> bool:
+        """Nothing may be launched after it before it is taken."""
+        return isinstance(self.step, Launched) and self.step.for_host
+
+    @property
     def over(self) -> bool:
         return isinstance(self.step, Exception) or self.step.ready()
 
@@ -52,7 +57,7 @@ class Flights:
 
     def launch(self, plan: StepPlan) -> None:
         """The boundary where errors of launching stop."""
-        if self._flights and getattr(self._flights[-1].step, "for_host", False):
+        if self._flights and self._flights[-1].for_host:
             self.finish()
         began, stats = time.perf_counter(), StepStats()
         step: Launched | Exception
