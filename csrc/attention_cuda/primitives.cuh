@@ -126,10 +126,13 @@ __device__ __forceinline__ void init_phases(uint64_t* barrier, int arrivals) {
                : "memory");
 }
 
+__device__ __forceinline__ void arrive_phase(uint32_t barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier)
+               : "memory");
+}
+
 __device__ __forceinline__ void arrive_phase(uint64_t* barrier) {
-  asm volatile(
-      "{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
-      : "memory");
+  arrive_phase(shared_address(barrier));
 }
 
 __device__ __forceinline__ bool phase_done(uint64_t* barrier, int parity) {

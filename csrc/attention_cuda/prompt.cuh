@@ -336,7 +336,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   wait_for_previous();
   let_next_start();
   if (threadIdx.x < kGroupThreads) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     const PromptWork work(params);
     PromptLoader<C> loader(params, shared);
     PromptItem item = work.at(0);
@@ -346,7 +346,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
     loader.finish();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     compute_prompts<C>(params, shared);
   }
 }

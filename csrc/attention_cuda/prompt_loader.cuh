@@ -102,7 +102,8 @@ class PromptWork {
 class Arrivals {
  public:
   // The copies issued since the last call are what `barrier` tells of.
-  __device__ __forceinline__ void add(uint64_t* barrier) {
+  __device__ __forceinline__ void add(uint64_t* told) {
+    const uint32_t barrier = shared_address(told);
     commit_copies();
     if (waiting_ == 2) {
       wait_copies<2>();
@@ -132,13 +133,12 @@ class Arrivals {
   }
 
  private:
-  __device__ __forceinline__ void tell(uint64_t* barrier) const {
+  __device__ __forceinline__ void tell(uint32_t barrier) const {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     arrive_phase(barrier);
   }
 
-  uint64_t* first_ = nullptr;
-  uint64_t* second_ = nullptr;
+  uint32_t first_ = 0, second_ = 0;  // addresses in shared memory
   int waiting_ = 0;
 };
 
@@ -233,18 +233,41 @@ class PromptLoader {
     const int thread = threadIdx.x % kGroupThreads;
     const uint32_t target = shared_address(to);
     const uint64_t from = reinterpret_cast<uint64_t>(slabs.at) + offset;
-    static_assert(C::kKeys * C::kChunks % kGroupThreads == 0);
-#pragma unroll 4
-    for (int i = 0; i < C::kKeys * C::kChunks / kGroupThreads; ++i) {
-      const int at = thread + i * kGroupThreads, row = at / C::kChunks, chunk = at % C::kChunks;
-      const uint64_t slab = __shfl_sync(0xffffffff, from, row / kSlab);
-      const void* source =
-          reinterpret_cast<const void*>(slab + row % kSlab * (C::D * C::T::kBytes) + chunk * 16);
+    if constexpr (kGroupThreads / C::kChunks % 8 == 0 && kGroupThreads % C::kChunks == 0) {
+      // A thread's rows are a multiple of eight apart, at one chunk: offsets are constants.
+      constexpr int kStep = kGroupThreads / C::kChunks, kUnroll = 8;
+      constexpr int kRowBytes = C::D * C::T::kBytes;
+      const int row = thread / C::kChunks, chunk = thread % C::kChunks;
       const uint32_t place = target + chunk / 8 * C::kPanelBytes + panel_at(row, chunk % 8);
-      if constexpr (Whole)
-        copy_async(place, source);
-      else
-        copy_async(place, source, row >= slabs.low && row < slabs.high);
+      const uint64_t start = from, mine = row * kRowBytes + chunk * 16;
+#pragma unroll kUnroll
+      for (int slab = 0; slab < C::kKeys / kSlab; ++slab) {
+        const uint64_t source = __shfl_sync(0xffffffff, start, slab) + mine;
+#pragma unroll
+        for (int i = 0; i < kSlab / kStep; ++i) {
+          const void* at = reinterpret_cast<const void*>(source + i * kStep * kRowBytes);
+          const uint32_t to_row = place + slab * kSlab * 128 + i * kStep * 128;
+          const int key = slab * kSlab + i * kStep + row;
+          if constexpr (Whole)
+            copy_async(to_row, at);
+          else
+            copy_async(to_row, at, key >= slabs.low && key < slabs.high);
+        }
+      }
+    } else {
+      static_assert(C::kKeys * C::kChunks % kGroupThreads == 0);
+#pragma unroll 4
+      for (int i = 0; i < C::kKeys * C::kChunks / kGroupThreads; ++i) {
+        const int at = thread + i * kGroupThreads, row = at / C::kChunks, chunk = at % C::kChunks;
+        const uint64_t slab = __shfl_sync(0xffffffff, from, row / kSlab);
+        const void* source =
+            reinterpret_cast<const void*>(slab + row % kSlab * (C::D * C::T::kBytes) + chunk * 16);
+        const uint32_t place = target + chunk / 8 * C::kPanelBytes + panel_at(row, chunk % 8);
+        if constexpr (Whole)
+          copy_async(place, source);
+        else
+          copy_async(place, source, row >= slabs.low && row < slabs.high);
+      }
     }
   }
 
