@@ -118,7 +118,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     option(group, "--kv-cache-dtype", "cache.kv_cache_dtype", text, choices=KV_CACHE_DTYPES)
     text = "KV pool of each attention node in GiB (default: 1; on a GPU, what is left of it)"
     option(group, "--memory-gib", "cache.memory_gib", text, float)
-    text = "of a GPU's memory, for weights, steps and pools of all nodes on it "
+    text = "share of a GPU's memory, for weights, steps and pools of all nodes on it "
     text += f"(default: {cache.gpu_memory_utilization:g})"
     option(group, "--gpu-memory-utilization", "cache.gpu_memory_utilization", text, float)
     text = "blocks per pool (default: by --memory-gib or --gpu-memory-utilization)"

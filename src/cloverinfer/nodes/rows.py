@@ -106,8 +106,7 @@ class BlockTables:
         positions_t: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.int64]:
         """Pool slots of tokens, by their row among ``seats_r`` and position."""
-        blocks = self._table[seats_r[row_t], positions_t // self.block_size].astype(np.int64)
-        return blocks * self.block_size + positions_t % self.block_size
+        return slots_of(self._table, seats_r[row_t], positions_t, self.block_size)
 
     def _grow_rows(self) -> None:
         count = len(self._table)
