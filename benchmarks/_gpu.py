@@ -3,6 +3,7 @@ least, and the device's speeds, measured in the same run."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import random
@@ -15,7 +16,9 @@ from typing import Any
 
 import torch
 
+from _common import Row, parser
 from cloverinfer import LLM, ModelConfig
+from cloverinfer.attention.cuda import missing
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -137,10 +140,47 @@ def print_profile(work: Callable[[], object], steps: int, most: int = 25) -> Non
         print(f"| {took / steps:.1f} | {count / steps:.1f} | {share:.1f}% | {name[:90]} |")
 
 
-def write_table(lines: list[str], path: Path | None) -> None:
+def flags(description: str | None, rows: str, repeat: int) -> argparse.ArgumentParser:
+    """``rows`` and ``repeat``: what is measured unless told otherwise."""
+    made = parser(description or "")
+    made.add_argument("--rows", type=parse_rows, default=parse_rows(rows), help="8x1024,1x8192")
+    made.add_argument(
+        "--repeat", type=int, default=repeat, help="measurements of each row; best counts"
+    )
+    made.add_argument("--out", type=Path, help="also write the table to this file")
+    made.add_argument("--profile", action="store_true", help="print each row's time by kernel")
+    made.add_argument("--executor", default="local", help="local or process")
+    made.add_argument("--budget", type=int, default=16384, help="max_num_batched_tokens")
+    return made
+
+
+def parse_flags(made: argparse.ArgumentParser) -> argparse.Namespace:
+    """``--quick``: the first row, once. Ends where there is no GPU."""
+    given = made.parse_args()
+    if missing():
+        raise SystemExit(f"nothing measured: {missing()}")
+    if given.quick:
+        given.rows, given.repeat = given.rows[:1], 1
+    return given
+
+
+def limits_of(given: argparse.Namespace, more_tokens: int) -> dict[str, Any]:
+    """Fields of the engine: room for all rows at once, and for so many tokens past a prompt."""
+    return {
+        "max_num_seqs": max(batch for batch, _ in given.rows),
+        "max_num_batched_tokens": given.budget,
+        "max_model_len": max(prompt for _, prompt in given.rows) + more_tokens,
+        "executor": given.executor,
+    }
+
+
+def write_results(lines: list[str], rows: list[Row], given: argparse.Namespace) -> None:
+    """The table, printed and where ``--out`` says, and its rows where ``--json`` does."""
     print("\n".join(lines))
-    if path is not None:
-        path.write_text("\n".join(lines) + "\n")
+    if given.out is not None:
+        given.out.write_text("\n".join(lines) + "\n")
+    if given.json is not None:
+        given.json.write_text(json.dumps([row.as_dict() for row in rows], indent=2) + "\n")
 
 
 def parse_rows(text: str) -> list[tuple[int, int]]:

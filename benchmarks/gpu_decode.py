@@ -8,20 +8,19 @@ measured in this run, or the products' arithmetic where that takes longer than t
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-from typing import Any
-
+from _common import Row
 from _gpu import (
     LLAMA_8B,
     Speeds,
     cost_of,
     engine,
+    flags,
+    limits_of,
     measure_speeds,
-    parse_rows,
+    parse_flags,
     print_profile,
     random_prompts,
-    write_table,
+    write_results,
 )
 from cloverinfer import LLM, SamplingParams
 
@@ -64,23 +63,13 @@ def measure(llm: LLM, batch: int, prompt: int, tokens: int, seed: int) -> tuple[
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("--rows", type=parse_rows, default=parse_rows(ROWS), help="8x1024,1x8192")
+    made = flags(__doc__, ROWS, repeat=1)
     made.add_argument("--tokens", type=int, default=128, help="timed output tokens")
-    made.add_argument("--repeat", type=int, default=1, help="measurements of each row; best counts")
-    made.add_argument("--out", type=Path, help="also write the table to this file")
-    made.add_argument("--profile", action="store_true", help="print each row's time by kernel")
-    made.add_argument("--executor", default="local", help="local or process")
-    made.add_argument("--budget", type=int, default=16384, help="max_num_batched_tokens")
-    given = made.parse_args()
+    given = parse_flags(made)
     speeds = measure_speeds()
     print(f"read {speeds.read / 1e12:.2f} TB/s, products {speeds.products / 1e12:.0f} TFLOP/s")
-    longest = max(prompt for _, prompt in given.rows) + given.tokens + 64
-    most = max(batch for batch, _ in given.rows)
-    lines = [*HEAD]
-    limits: dict[str, Any] = {"max_num_seqs": most, "max_num_batched_tokens": given.budget}
-    limits["executor"] = given.executor
-    with engine(LLAMA_8B, max_model_len=longest, **limits) as llm:
+    lines, rows = [*HEAD], []
+    with engine(LLAMA_8B, **limits_of(given, given.tokens + 64)) as llm:
         llm.generate(random_prompts(2, 300, 1000, 0), greedy(8))
         for i, (batch, prompt) in enumerate(given.rows):
             runs = [
@@ -89,6 +78,8 @@ def main() -> None:
             ]
             took, reading = min(runs)[0], max(run[1] for run in runs)
             floor = floor_of(batch, prompt, given.tokens, speeds)
+            params = {"batch": batch, "prompt": prompt}
+            rows.append(Row("decode", took * 1e3, "ms a token", params, floor * 1e3))
             goal = GOALS.get((batch, prompt), "")
             lines.append(
                 f"| {batch} x {prompt} | {took * 1e3:.2f} | {floor * 1e3:.2f} | "
@@ -97,7 +88,7 @@ def main() -> None:
             print(lines[-1], flush=True)
             if given.profile:
                 profile_row(llm, batch, prompt)
-    write_table(lines, given.out)
+    write_results(lines, rows, given)
 
 
 def profile_row(llm: LLM, batch: int, prompt: int) -> None:

@@ -6,21 +6,21 @@ arithmetic of products and of causal attention at the rate that products reach i
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
-from typing import Any
 
+from _common import Row
 from _gpu import (
     LLAMA_8B,
     Speeds,
     cost_of,
     engine,
+    flags,
+    limits_of,
     measure_speeds,
-    parse_rows,
+    parse_flags,
     print_profile,
     random_prompts,
-    write_table,
+    write_results,
 )
 from cloverinfer import LLM, SamplingParams
 
@@ -48,35 +48,25 @@ def measure(llm: LLM, batch: int, prompt: int, seed: int) -> float:
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("--rows", type=parse_rows, default=parse_rows(ROWS), help="64x1024,8x8192")
-    made.add_argument("--repeat", type=int, default=4, help="measurements of each row; best counts")
-    made.add_argument("--out", type=Path, help="also write the table to this file")
-    made.add_argument("--profile", action="store_true", help="print each row's time by kernel")
-    made.add_argument("--executor", default="local", help="local or process")
-    made.add_argument("--budget", type=int, default=16384, help="max_num_batched_tokens")
-    given = made.parse_args()
+    given = parse_flags(flags(__doc__, ROWS, repeat=4))
     speeds = measure_speeds()
     print(f"products {speeds.products / 1e12:.0f} TFLOP/s", flush=True)
-    longest = max(prompt for _, prompt in given.rows) + 64
-    most = max(batch for batch, _ in given.rows)
-    limits: dict[str, Any] = {"max_num_seqs": most, "max_num_batched_tokens": given.budget}
-    limits["executor"] = given.executor
-    lines = [*HEAD]
-    with engine(LLAMA_8B, max_model_len=longest, **limits) as llm:
+    lines, rows = [*HEAD], []
+    with engine(LLAMA_8B, **limits_of(given, 64)) as llm:
         for i, (batch, prompt) in enumerate(given.rows):
             rates = [measure(llm, batch, prompt, 10 * i + k) for k in range(given.repeat)]
-            most_at_floor = floor_of(prompt, speeds)
+            most, params = floor_of(prompt, speeds), {"batch": batch, "prompt": prompt}
+            rows.append(Row("prompts", max(rates), "tokens/s", params, most))
             lines.append(
-                f"| {batch} x {prompt} | {max(rates):.0f} | {most_at_floor:.0f} | "
-                f"{max(rates) / most_at_floor:.2f} | {GOALS.get(prompt, '')} |"
+                f"| {batch} x {prompt} | {max(rates):.0f} | {most:.0f} | "
+                f"{max(rates) / most:.2f} | {GOALS.get(prompt, '')} |"
             )
             print(lines[-1], "of", *(f"{rate:.0f}" for rate in rates), flush=True)
             if given.profile:
                 prompts = random_prompts(batch, prompt, LLAMA_8B["vocab_size"], 777)
                 steps = -(-batch * prompt // given.budget)
                 print_profile(lambda some=prompts: llm.generate(some, ONE), steps)
-    write_table(lines, given.out)
+    write_results(lines, rows, given)
 
 
 if __name__ == "__main__":
