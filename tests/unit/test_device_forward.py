@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.device_kit import HostDevice, PaddedAttention
+from tests.device_kit import HostDevice, HostEvent, PaddedAttention
 from tests.tiny_models import make_tiny
 
 from cloverinfer.attention.torch import TorchAttention
 from cloverinfer.config import ModelConfig
+from cloverinfer.core.errors import CloverError, TransportError
 from cloverinfer.kvcache.layout import PoolLayout, blocks_for
 from cloverinfer.models import DenseHalf, load_half, resolve_model
 from cloverinfer.models.sampling import NO_TOKEN, uniform
@@ -342,3 +343,9 @@ def test_a_row_without_a_token_has_an_error(half: DenseHalf) -> None:
         play.flights.finish()
     assert [sampled.tokens for sampled in heard] == [[0], [0]]
     assert all("not finite" in sampled.errors[0] for sampled in heard)
+
+
+def test_a_device_that_never_ends_a_step_is_at_fault_itself() -> None:
+    with pytest.raises(CloverError, match="did not finish a step") as caught:
+        HostEvent(1 << 30).wait(0.01)
+    assert not isinstance(caught.value, TransportError)

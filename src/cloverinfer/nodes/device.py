@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ..core.errors import DeadlineError
+from ..core.errors import CloverError
 
 Outputs = tuple[torch.Tensor, ...]
 WAIT_SECONDS = 300.0
@@ -29,11 +29,11 @@ class Event(ABC):
         """Everything before it is done; raises what the device failed with."""
 
     def wait(self, timeout: float = WAIT_SECONDS) -> None:
-        """``DeadlineError`` where it is not ready in time."""
+        """``CloverError`` where it is not ready in time: the device is at fault, no peer."""
         deadline = time.monotonic() + timeout
         while not self.ready():
             if time.monotonic() > deadline:
-                raise DeadlineError(f"the device did not finish a step within {timeout:g} s")
+                raise CloverError(f"the device did not finish a step within {timeout:g} s")
             time.sleep(_NAP_SECONDS)
 
 
