@@ -159,6 +159,8 @@ class _CudaMoment(Moment):
 
 
 class CudaCopies(Copies):
+    """Of a node on a GPU; what goes beside computing has a stream of its own."""
+
     apart = True
 
     def __init__(self, torch_device: torch.device) -> None:

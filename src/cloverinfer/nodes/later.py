@@ -18,6 +18,8 @@ _NAP = 100e-6
 
 
 class Later:
+    """Of one node, used by its thread alone."""
+
     def __init__(self) -> None:
         self._queue: deque[tuple[Moment, Callable[[], None]]] = deque()
         self._since = 0.0

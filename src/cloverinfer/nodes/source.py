@@ -48,6 +48,8 @@ class Held:
 
 
 class Source(ABC):
+    """Blocks of one pool as the puts to one receiver read them, held while a put does."""
+
     largest: int
     """Blocks of one put at most."""
 
@@ -100,6 +102,8 @@ class PoolSource(Source):
 
 
 class MirroredPool(Protocol):
+    """What a mirror knows of its pool: ``rows`` are bytes ``[blocks, size]`` of one layer."""
+
     layout: PoolLayout
     copies: Copies
 
