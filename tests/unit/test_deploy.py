@@ -402,3 +402,21 @@ def test_scripts_call_the_command(tmp_path: Path) -> None:
             [str(folder / name), "1", "2"], env=environ, capture_output=True, text=True, timeout=30
         )
         assert done.stdout.strip() == words
+
+
+def test_each_host_is_told_its_own_rdma_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inventory = load(tmp_path, GOOD.replace("prefill, prefill]}", "prefill], nics: [a_0, a_1]}"))
+    put: dict[str, str] = {}
+
+    def keep(remote: Remote, data: bytes, path: str) -> None:
+        if path.endswith(services.ENV_FILE):
+            put[remote.host.name] = data.decode()
+
+    monkeypatch.setattr(Remote, "put", keep)
+    monkeypatch.setattr(Remote, "run", lambda remote, script: "")
+    lifecycle.configure(Fleet(inventory, tmp_path, out=io.StringIO()), {"A": "b c"}, {}, "plan")
+    assert "CLOVER_RDMA_DEVICES=a_0,a_1\n" in put["gate"]
+    assert "CLOVER_RDMA_DEVICES" not in put["other"]
+    assert all("A='b c'\n" in text for text in put.values())

@@ -52,3 +52,19 @@ def test_nodes_of_one_process_are_in_this_one():
     }
     processes = on_this_host(["a", "b"])
     assert len({place.offer.process for place in processes.nodes.values()}) == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "taken"), [("cpu", "mlx5_0"), ("cuda:0", "mlx5_0"), ("cuda:1", "mlx5_3")]
+)
+def test_a_node_takes_the_rdma_device_of_its_gpu(monkeypatch, device, taken):
+    monkeypatch.setenv("CLOVER_RDMA_DEVICES", "mlx5_0, mlx5_3")
+    placement = on_this_host(["dense-0"])
+    place = placement.nodes["dense-0"]
+    assert network_at(NetworkConfig(), place, device).rdma_device == taken
+    assert network_at(NetworkConfig(), placement.scheduler).rdma_device == "mlx5_0"
+    named = NetworkConfig(rdma_device="mlx5_7")
+    assert network_at(named, place, device) == named
+    monkeypatch.delenv("CLOVER_RDMA_DEVICES")
+    nowhere = on_this_host(["dense-0"]).nodes["dense-0"]
+    assert network_at(NetworkConfig(), nowhere, device).rdma_device is None

@@ -55,7 +55,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     gpus: int = 0
     """GPUs that must be there."""
     nics: list[str] = []
-    """RDMA devices that must be there and up."""
+    """RDMA devices that must be there and up; the i-th serves the nodes on the i-th GPU."""
 
 
 class Vllm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

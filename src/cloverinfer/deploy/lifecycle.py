@@ -12,6 +12,7 @@ import yaml
 
 from .. import __version__
 from ..config.load import Settings
+from ..config.network import RDMA_DEVICES
 from . import services
 from .fleet import Fleet, FleetError
 from .inventory import Inventory
@@ -120,9 +121,11 @@ def configure(fleet: Fleet, variables: Mapping[str, str], settings: Settings, pl
     hosts = ",".join([*(host.address for host in inventory.hosts), "127.0.0.1", "localhost"])
     proxies = {"no_proxy": hosts, "NO_PROXY": hosts, "no_grpc_proxy": hosts}
     found = proxies | dict(variables) | inventory.environment
-    environment = "".join(f"{name}={shlex.quote(value)}\n" for name, value in found.items())
 
     def one(remote: Remote) -> str:
+        nics = {RDMA_DEVICES: ",".join(remote.host.nics)} if remote.host.nics else {}
+        lines = (f"{name}={shlex.quote(value)}\n" for name, value in (nics | found).items())
+        environment = "".join(lines)
         remote.run(in_folder(inventory, "mkdir -p run log\n"))
         remote.put(environment.encode(), f"{inventory.folder}/{services.ENV_FILE}")
         remote.put(yaml.safe_dump(dict(settings)).encode(), f"{inventory.folder}/{_CONFIG}")

@@ -125,7 +125,7 @@ def node_configs(
             model=_model_of(role, model),
             cache=_cache_of(role, cluster.cache),
             transport=cluster.transport,
-            network=network_at(cluster.network, places[name]),
+            network=network_at(cluster.network, places[name], devices[name]),
             attention_backend=backend_at(cluster, devices[name]),
             layer_loop=cluster.layer_loop,
             batch_invariant=cluster.batch_invariant,

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from ..attention import gpus
-from ..config.network import NetworkConfig
+from ..config.network import RDMA_DEVICES, NetworkConfig
 from ..core.errors import ConfigError
 from ..transport.choice import Offer, offer
 
@@ -22,9 +22,15 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def rdma_devices() -> tuple[str, ...]:
+    """Of this host, as ``RDMA_DEVICES`` says; empty where it says nothing."""
+    names = os.environ.get(RDMA_DEVICES, "").split(",")
+    return tuple(name.strip() for name in names if name.strip())
+
+
 def here(name: str, process: str | None, address: str = "") -> Place:
     """The place on this host of an end called ``name``; ``process``: see ``offer``."""
-    return Place(offer(name, process), usable_cores(), address, *gpus())
+    return Place(offer(name, process), usable_cores(), address, *gpus(), rdma_devices())
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -38,6 +44,8 @@ class Place(msgspec.Struct, frozen=True):
     """GPUs that it can compute on."""
     no_gpu: str = ""
     """Why there are none."""
+    rdma_devices: tuple[str, ...] = ()
+    """Of its host, in the order of the GPUs that they lie near to."""
 
     def sees(self, other: Place) -> bool:
         """Both see the same processes and shared memory."""
@@ -54,15 +62,18 @@ class Placement(msgspec.Struct, frozen=True):
 def on_this_host(names: Iterable[str], one_process: bool = False) -> Placement:
     """All nodes beside this process, or in it."""
     places = {name: here(name, None if one_process else name) for name in names}
-    return Placement(Place(offer("scheduler"), usable_cores()), places)
+    own = Place(offer("scheduler"), usable_cores(), rdma_devices=rdma_devices())
+    return Placement(own, places)
 
 
-def network_at(network: NetworkConfig, place: Place) -> NetworkConfig:
-    """What the endpoint at ``place`` is told: where nodes are on several hosts it listens at its
-    own host's address, or tells that one to its peers where it listens at every interface.
+def network_at(network: NetworkConfig, place: Place, device: str = "cpu") -> NetworkConfig:
+    """What the endpoint at ``place`` of a node on ``device`` is told: where nodes are on several
+    hosts it listens at its own host's address, or tells that one to its peers where it listens at
+    every interface; and it takes its GPU's RDMA device where the host names them.
 
     ``ConfigError`` where ``network`` names an address, which only one of the hosts can have.
     """
+    network = _with_rdma_device(network, place, device)
     if not place.address:
         return network
     if network.advertise_host is not None:
@@ -77,3 +88,11 @@ def network_at(network: NetworkConfig, place: Place) -> NetworkConfig:
             "leave it out, or set it to 0.0.0.0"
         )
     return msgspec.structs.replace(network, bind_host=place.address)
+
+
+def _with_rdma_device(network: NetworkConfig, place: Place, device: str) -> NetworkConfig:
+    names = place.rdma_devices
+    if network.rdma_device is not None or not names:
+        return network
+    number = device.partition(":")[2] or "0"
+    return msgspec.structs.replace(network, rdma_device=names[int(number) % len(names)])

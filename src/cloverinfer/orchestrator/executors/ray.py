@@ -27,7 +27,7 @@ from ...nodes.config import NodeConfig
 from ...transport.choice import offer
 from ...transport.shm import lives, remove_leftovers
 from ...wire.messages import NodeInfo
-from ..placement import Place, Placement, here, usable_cores
+from ..placement import Place, Placement, here, rdma_devices, usable_cores
 from ._ray_hosts import RayHosts, own_address
 from .base import STOP_SECONDS, Executor, OnDeath, Progress
 from .process import SPIN_COUNT
@@ -102,7 +102,7 @@ class RayExecutor(Executor):
         deadline = time.monotonic() + _PLACE_SECONDS
         told = _gather(asked, deadline, f"answer from its host within {_PLACE_SECONDS:g} s")
         address = own_address() if self._hosts.several else ""
-        own = Place(offer("scheduler"), usable_cores(), address)
+        own = Place(offer("scheduler"), usable_cores(), address, rdma_devices=rdma_devices())
         places = {}
         for name in self._actors:
             data, host, pid = told[name]
