@@ -5,7 +5,7 @@ from tests.same_tokens import check_idle
 from tests.tiny_models import make_tiny
 
 from cloverinfer import LLM, ModelConfig, SamplingParams
-from cloverinfer.core.errors import ConfigError, NodeStartError
+from cloverinfer.core.errors import ConfigError
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=1)
 SHARED = [3 + i % 50 for i in range(40)]
@@ -78,5 +78,5 @@ def test_an_unknown_type_is_refused_with_the_known(path):
 
 def test_fp8_is_refused_on_cpus(path):
     on_cpu = {"topology": "colocated", "executor": "local", "device": "cpu"}
-    with pytest.raises(NodeStartError, match="fp8 needs nodes on GPUs: use int8 on CPUs"):
+    with pytest.raises(ConfigError, match="fp8 needs nodes on GPUs, and colocated-0 is on the CPU"):
         LLM(ModelConfig(model_path=path), kv_cache_dtype="fp8", **on_cpu)

@@ -99,6 +99,16 @@ def test_a_cuda_backend_needs_gpus() -> None:
         given(msgspec.structs.replace(cluster, device="cpu"), 1)
 
 
+def test_an_fp8_cache_needs_every_pool_on_a_gpu(every_role: None) -> None:
+    cluster = ClusterConfig(topology="pda", cache=CacheConfig(kv_cache_dtype="fp8"))
+    assert set(given(cluster, 1).values()) == {"cuda:0"}
+    with pytest.raises(ConfigError, match="fp8 needs nodes on GPUs, and prefill-0 is on the CPU"):
+        given(cluster)
+    on_host = msgspec.structs.replace(cluster, attention_backend="cpu")
+    with pytest.raises(ConfigError, match="and attention-0 is on the CPU"):
+        given(on_host, 1)
+
+
 def test_quantised_weights_stay_on_the_cpu() -> None:
     cluster, model = ClusterConfig(topology="colocated"), ModelConfig(quantization="int8")
     names, placement = node_names(cluster), placed(cluster, 1)

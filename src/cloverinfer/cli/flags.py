@@ -46,12 +46,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     text = f"known name, Hugging Face directory or GGUF file (default: {model.model_path})"
     option(group, "--model", "model.model_path", text)
-    text = "of weights, arithmetic and KV cache; auto: what the processor multiplies natively "
-    text += f"(default: {model.dtype})"
+    text = "of weights, arithmetic and KV cache; auto: bfloat16 on GPUs and where the processor "
+    text += f"multiplies it natively, else float32 (default: {model.dtype})"
     option(group, "--dtype", "model.dtype", text, choices=DTYPES)
     text = "of the prefill nodes, whose blocks are converted (default: as --dtype)"
     option(group, "--prefill-dtype", "model.prefill_dtype", text, choices=DTYPES)
-    text = "of matrices on CPUs: 8 bits made at load, or as a GGUF file has them (default: none)"
+    text = "of matrices: on CPUs int8 (made at load) or gguf (as the file has them), on GPUs fp8 "
+    text += "(made at load; on a CPU a slow reference) (default: none)"
     option(group, "--quantization", "model.quantization", text, choices=QUANTIZATIONS)
     text = f"form of the weights; auto: what is there (default: {model.load_format})"
     option(group, "--load-format", "model.load_format", text, choices=LOAD_FORMATS)

@@ -18,7 +18,7 @@ TRANSPORTS = ("auto", "inproc", "cuda_ipc", "shm", "rdma", "tcp", "ray", "nixl")
 ATTENTION_BACKENDS = ("auto", "cpu", "cuda", "torch")
 MOST = 10**9
 """No count or size means anything beyond it."""
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 MODEL_IMPLS = ("auto", "native", "compiled")
 LOWERINGS = ("eager", "inductor")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
@@ -59,7 +59,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     model_path: str = "smollm2-135m"
     """A known name, a Hugging Face directory, or a GGUF file."""
     dtype: str = "auto"
-    """float32, bfloat16, float16; auto is what the processor multiplies natively, else float32."""
+    """float32, bfloat16, float16; auto is bfloat16 on GPUs and where the processor multiplies it
+    natively, else float32."""
     prefill_dtype: str | None = None
     """Type of the prefill nodes' weights, arithmetic and KV cache, one of ``dtype``'s; receivers
     convert their blocks. None: as ``dtype``."""

@@ -39,6 +39,7 @@ def node_devices(
                 device = _device_at(cluster.device, name, place, turns)
             devices[name] = device
             _check_backend(cluster, role, name, device, place)
+            _check_cache(cluster, name, device)
     if cluster.device.startswith("cuda") and not any(map(is_gpu, devices.values())):
         raise ConfigError(_nothing_there(cluster))
     return devices
@@ -114,6 +115,14 @@ def _check_backend(cluster: ClusterConfig, role: str, name: str, device: str, pl
         return
     reason = place.no_gpu or f"cluster.device is {cluster.device} and {name} is on the CPU"
     raise ConfigError(f"cluster.attention_backend cuda cannot be used: {reason}")
+
+
+def _check_cache(cluster: ClusterConfig, name: str, device: str) -> None:
+    if cluster.cache.kv_cache_dtype == "fp8" and not is_gpu(device):
+        raise ConfigError(
+            f"cache.kv_cache_dtype fp8 needs nodes on GPUs, and {name} is on the CPU: use int8 on "
+            "CPUs, or leave it out"
+        )
 
 
 def _nothing_there(cluster: ClusterConfig) -> str:
