@@ -59,9 +59,9 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Ring in MiB that a receiver takes blocks in where the sender's layout differs or the pool is
     on a device that the wire does not reach; a sender's mirror of such a pool has as much."""
     rdma_device: str | None = None
-    """Device of the rdma transport on every host, as ``cloverinfer verify`` names it (mlx5_0); None:
-    the one that ``CLOVER_RDMA_DEVICES`` of a host names for a node's GPU, else the first whose port
-    is active."""
+    """Device of the rdma transport on every host, as ``cloverinfer verify`` names it (mlx5_0);
+    None: the one that ``CLOVER_RDMA_DEVICES`` of a host names for a node's GPU, else the first
+    whose port is active."""
     rdma_port: int = 1
     """Its port, 1 to 255."""
     rdma_gid_index: int | None = None
