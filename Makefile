@@ -25,6 +25,11 @@ BUILD_REQUIREMENTS := scikit-build-core pybind11 cmake ninja
 NATIVE := CMakeLists.txt $(shell find csrc -type f)
 TIERS := $(foreach tier,unit contract kernels integration e2e,$(wildcard tests/$(tier)))
 
+# CUDA kernels for the GPUs of this machine. Where there are none they are compiled for one kind, which
+# shows that they compile; a package's build holds several.
+CUDA_ARCHITECTURES ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo native || echo 90-real)
+NATIVE_OPTIONS = -C cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)
+
 .PHONY: setup run test test-large test-nixl test-vllm rdma-vm test-rdma test-gpu test-models \
   test-deploy lint bench clean format check-resolve
 
@@ -48,7 +53,7 @@ $(VENV)/.deps: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "==> installing the build requirements"
 	@$(PIP) install --quiet -c constraints.txt $(BUILD_REQUIREMENTS)
 	@echo "==> installing the package and its requirements (minutes the first time)"
-	@$(PIP) install --no-build-isolation -c constraints.txt -e ".[dev]"
+	@$(PIP) install --no-build-isolation -c constraints.txt $(NATIVE_OPTIONS) -e ".[dev]"
 	@touch $@
 
 $(VENV)/.native: $(VENV)/.deps $(NATIVE)
@@ -56,7 +61,7 @@ $(VENV)/.native: $(VENV)/.deps $(NATIVE)
 	  || echo "==> no nvcc found: this build has no CUDA kernels and runs on the CPU only"
 	@if [ -n "$(filter-out $(VENV)/.deps,$?)" ] && [ -e $@ ]; then \
 	  echo "==> building the native part again (its sources changed)"; \
-	  $(PIP) install --quiet --no-build-isolation --no-deps -e .; \
+	  $(PIP) install --quiet --no-build-isolation --no-deps $(NATIVE_OPTIONS) -e .; \
 	fi
 	@touch $@
 
