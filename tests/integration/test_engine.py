@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -269,6 +270,18 @@ def test_a_death_under_load_ends_only_what_lived_there(model):
         assert all("attention-0" in last.error for last in lasts if last.error)
         assert llm.engine.failure is None
         check_idle(llm, without=["attention-0"])
+
+
+def test_a_closed_engine_lets_go_of_its_weights_while_another_serves(model):
+    fields = {"topology": "colocated", "num_blocks": 8}
+    with LLM(model, **fields):
+        with LLM(model, **fields) as llm:
+            llm.generate([[5]], GREEDY)
+            (node,) = llm.engine._engine.cluster._executor._nodes.values()
+            half = weakref.ref(node.half)
+            del node
+        del llm
+        assert half() is None
 
 
 def test_a_sink_that_raises_ends_its_own_request_alone(llm):

@@ -23,13 +23,13 @@ _STARTING = threading.RLock()
 
 
 def release_memory(ended: Iterable[object]) -> None:
-    """Gives GPUs what closed nodes of this process, whose threads have ended, held there. Nodes
-    refer to themselves in circles, which may be set aside from collections of garbage, and whoever
-    starts next may need all of the memory: so they let go of everything they had."""
+    """Gives back what closed nodes of this process, whose threads have ended, held. Nodes refer to
+    themselves in circles, which may be set aside from collections of garbage, and whoever starts
+    next may need all of the memory: so they let go of everything they had."""
     for node in ended:
         vars(node).clear()
-    gc.collect()
     if torch.cuda.is_initialized():
+        gc.collect()
         torch.cuda.empty_cache()
 
 

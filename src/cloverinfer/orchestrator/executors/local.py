@@ -30,7 +30,6 @@ class LocalExecutor(Executor):
         self._given_up: dict[str, str] = {}
         """Why nodes that stand still were told to end, by name."""
         self._stopping = threading.Event()
-        self._on_gpu = False
 
     def place(
         self, names: Mapping[str, Sequence[str]], room_timeout: float, progress: Progress
@@ -40,7 +39,6 @@ class LocalExecutor(Executor):
     def start(
         self, configs: Sequence[NodeConfig], timeout: float, on_death: OnDeath, progress: Progress
     ) -> list[NodeInfo]:
-        self._on_gpu = any(config.on_gpu for config in configs)
         on_cores = sum(not config.on_gpu for config in configs)
         gate = Gate() if on_cores > 1 else OpenGate()
         reports: queue.SimpleQueue[tuple[str, NodeInfo | str]] = queue.SimpleQueue()
@@ -116,7 +114,6 @@ class LocalExecutor(Executor):
             if thread.is_alive():
                 log.warning("the thread of %s did not end within %g s", thread.name, STOP_SECONDS)
                 self._nodes.pop(thread.name, None)
-        if self._on_gpu:
-            release_memory(self._nodes.values())
+        release_memory(self._nodes.values())
         self._threads.clear()
         self._nodes.clear()
