@@ -143,13 +143,18 @@ class Play:
     # -- what comes back
 
     def on_done(self, plan: StepPlan, sampled: Sampled, stats: StepStats) -> None:
-        assert not sampled.errors
-        tokens = iter(sampled.tokens)
+        # A row that goes on from a step that failed attends over what nobody has written.
+        lost = {asked.number for failed in self.unheard for asked, _, _ in self.sent[failed.step]}
+        index = 0
         for asked, incarnation, samples in self.land(plan):
-            token = next(tokens) if samples else None
-            if asked.incarnation == incarnation and token is not None and not asked.failed:
-                asked.said.append(token)
-        assert next(tokens, None) is None
+            if not samples:
+                continue
+            void = asked.failed or asked.number in lost or asked.incarnation != incarnation
+            assert void or index not in sampled.errors
+            if not void:
+                asked.said.append(sampled.tokens[index])
+            index += 1
+        assert index == len(sampled.tokens)
 
     def on_failed(self, plan: StepPlan, problem: Exception) -> None:
         assert isinstance(problem, MemoryError), problem
