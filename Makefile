@@ -6,7 +6,8 @@
 # test-rdma  the tests of the rdma transport, on this host's card or in an emulated machine
 # test-models  every architecture that the compiler is tested with, and Gemma 3 270M (240 MB)
 # test-gpu   the tests that need a CUDA device
-# test-deploy  deploy over ssh against three hosts made of namespaces (needs root and sshd)
+# test-deploy  deploy over ssh against three hosts made of namespaces (needs root and sshd), and
+#          Ray Serve in build/serve
 # test-clients  clients of others, unmodified, in environments of their own (minutes the first time)
 # test-vllm  the vLLM connector between real vLLM servers, with vLLM in build/vllm (minutes, 3.4 GB)
 # bench   quick benchmarks      clean  removes what was built (.venv with it)
@@ -109,7 +110,17 @@ test-vllm: setup
 	@tools/make_vllm.sh $(BIN)/python build/vllm
 	@$(BIN)/python -m pytest -m vllm tests/integration/vllm tests/deploy
 
-test-deploy: setup
+# Ray Serve in a venv of its own over the one of `setup`, which stays as it is.
+build/serve/.made: $(VENV)/.native constraints.txt
+	@echo "==> installing Ray Serve into build/serve (once)"
+	@"$(BIN)/python" -m venv build/serve
+	@site=$$(build/serve/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	  below=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	  echo "import site; site.addsitedir('$$below')" > "$$site/below.pth"; \
+	  build/serve/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "ray[serve]"
+	@touch $@
+
+test-deploy: setup build/serve/.made
 	@[ -x /usr/sbin/sshd ] || { apt-get update -qq && apt-get install -y -qq openssh-server; } \
 	  || { echo "error: install openssh-server" >&2; exit 1; }
 	@[ -x build/deploy-tools/bin/hadolint ] || { $(BIN)/python -m venv build/deploy-tools \

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -60,20 +61,38 @@ def test_the_pods_of_vllm_fit_each_other() -> None:
             assert node.kv_address == f"192.0.2.1:{place['kv_port']}"
 
 
-def test_the_ray_cluster_of_kuberay_has_room_for_every_role() -> None:
+def spec_of(file: str, kind: str) -> Any:
+    documents = yaml.safe_load_all((ROOT / "deploy/k8s" / file).read_text())
+    return next(one for one in documents if one["kind"] == kind)["spec"]
+
+
+def test_the_ray_clusters_of_kuberay_have_room_for_every_role() -> None:
     """Its own schema is not at hand: the parts that our nodes depend on."""
-    documents = yaml.safe_load_all((ROOT / "deploy/k8s/raycluster.yaml").read_text())
-    spec = next(one for one in documents if one["kind"] == "RayCluster")["spec"]
-    rooms = [group["rayStartParams"]["resources"] for group in spec["workerGroupSpecs"]]
-    assert [yaml.safe_load(yaml.safe_load(room)) for room in rooms] == [
-        {"clover_prefill": 1},
-        {"clover_dense": 1},
-        {"clover_attention": 1},
-    ]
-    server = spec["headGroupSpec"]["template"]["spec"]["containers"][1]
+    cluster = spec_of("raycluster.yaml", "RayCluster")
+    for spec in (cluster, spec_of("rayservice.yaml", "RayService")["rayClusterConfig"]):
+        rooms = [group["rayStartParams"]["resources"] for group in spec["workerGroupSpecs"]]
+        assert [yaml.safe_load(yaml.safe_load(room)) for room in rooms] == [
+            {"clover_prefill": 1},
+            {"clover_dense": 1},
+            {"clover_attention": 1},
+        ]
+    server = cluster["headGroupSpec"]["template"]["spec"]["containers"][1]
     from cloverinfer.cli import parser
 
     assert parser.parse(server["args"]).command is not None
+
+
+def test_the_pods_of_kuberay_are_pods(tmp_path: Path) -> None:
+    cluster = spec_of("raycluster.yaml", "RayCluster")
+    clusters = [cluster, spec_of("rayservice.yaml", "RayService")["rayClusterConfig"]]
+    groups = [
+        one for spec in clusters for one in (spec["headGroupSpec"], *spec["workerGroupSpecs"])
+    ]
+    head = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}}
+    pods = [head | {"spec": group["template"]["spec"]} for group in groups]
+    (tmp_path / "pods.yaml").write_text(yaml.safe_dump_all(pods))
+    told = checked(TOOLS / "kubernetes-validate", tmp_path / "pods.yaml")
+    assert told.count("passed for resource") == len(groups)
 
 
 def test_the_ray_launcher_takes_its_file() -> None:

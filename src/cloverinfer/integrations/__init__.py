@@ -1,1 +1,1 @@
-"""Other engines' ends of CloverInfer: what they load, and what it needs of the rooms below."""
+"""Ends of CloverInfer in other programs: what they load, and what it needs of the rooms below."""

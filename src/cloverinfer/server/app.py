@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Response
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
+from starlette.types import Lifespan
 
 from .. import __version__
 from ..config import ServerConfig
@@ -18,13 +19,17 @@ from .metrics import CountRequests, ServerMetrics
 from .utilities import Utilities
 
 
-def build_app(catalog: Catalog, settings: ServerConfig | None = None) -> FastAPI:
+def build_app(
+    catalog: Catalog,
+    settings: ServerConfig | None = None,
+    lifespan: Lifespan[FastAPI] | None = None,
+) -> FastAPI:
     """The application over running engines, which it neither starts nor closes.
 
     ``app.state.door`` is its ``Door``, by which it is drained.
     """
     settings = settings or ServerConfig()
-    app = FastAPI(title="CloverInfer", version=__version__)
+    app = FastAPI(title="CloverInfer", version=__version__, lifespan=lifespan)
     door = app.state.door = Door(settings.shutdown_timeout)
     install_handlers(app)
     router = _routes(Generation(catalog, door), Utilities(catalog, door))
