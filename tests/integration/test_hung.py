@@ -46,9 +46,11 @@ def fences(monkeypatch):
 
 
 def state(pid):
-    """As ``ps`` says it; empty for a process that is gone."""
+    """As ``ps`` says it; empty for a process that is gone, of which a parent may yet have to hear:
+    nothing of it runs."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        found = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return "" if found == "Z" else found
     except FileNotFoundError:
         return ""
 
