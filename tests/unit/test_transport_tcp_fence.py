@@ -103,6 +103,42 @@ def test_nothing_is_written_once_the_fence_stands(make: Make, how: str) -> None:
         a.poll(0.0)
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_link_that_is_on_its_way_in_is_fenced_too(
+    make: Make, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """Its end was told that it is welcome, or even the engine has it, but not yet the endpoint."""
+    a = make()
+    region = a.register(FULL)
+    mine = stranger_address()
+    reached, on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        reached.set()
+        assert on.wait(PATIENCE)
+
+    add, adopt = a._add_incoming, a._acceptor._adopt
+    if known:
+        monkeypatch.setattr(a, "_add_incoming", lambda *which: (add(*which), wait())[0])
+    else:
+        monkeypatch.setattr(a._acceptor, "_adopt", lambda *which: (wait(), adopt(*which))[1])
+    with link_to(a, mine=mine) as (sock,):
+        writer = threading.Thread(target=flood, args=(sock,))
+        writer.start()
+        assert reached.wait(PATIENCE)
+        until(lambda: not known or bool(array(region).any()))
+        fencing = threading.Thread(target=a.fence, args=(mine, PATIENCE))
+        fencing.start()
+        fencing.join(0.05)  # what is held back here may be what it has to wait for
+        on.set()
+        fencing.join(PATIENCE)
+        array(region)[:] = 0
+        writer.join(PATIENCE)
+        assert not writer.is_alive()
+        assert not array(region).any()
+    serves(a)
+
+
 def test_strangers_and_those_who_left_are_fenced_at_once(make: Make) -> None:
     a = make()
     a.fence(stranger_address(), 0.0)

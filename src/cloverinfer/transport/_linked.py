@@ -72,6 +72,8 @@ class LinkPeer(Peer):
         """The engine's number; it stays when the link has ended, until another is made."""
         self.incoming = 0
         """The engine's number of the link that leads from there; 0: none."""
+        self.fences = 0
+        """Times that it was fenced."""
 
 
 class LinkRanges(OffsetRanges):
@@ -125,6 +127,8 @@ class LinkedEndpoint(Endpoint):
         self._regions: dict[str, OwnRegion] = {}
         self._peers: dict[str, LinkPeer] = {}
         self._incoming: dict[int, LinkPeer] = {}
+        self._fences_before = 0
+        """Fences of the peer whose connection is made welcome just now."""
         self._numbers = itertools.count(1)
         self._pending: dict[int, tuple[Ticket, LinkRanges]] = {}
         """By the put's number; keeps its memory mapped."""
@@ -239,9 +243,14 @@ class LinkedEndpoint(Endpoint):
 
     def fence(self, address: str, timeout: float = DEFAULT_TIMEOUT) -> None:
         self._check_open()
-        peer = self._peers.get(address)
+        with self._lock:  # after it a link is either known here or refused by `_adopt`
+            peer = self._peers.get(address)
+            if peer is None:
+                return
+            peer.fences += 1
+            link = peer.incoming
         # Links before this one were fenced when it came.
-        if peer is not None and not self._fence(peer.incoming, timeout):
+        if not self._fence(link, timeout):
             raise DeadlineError(f"{self.name}: the link from {address} has not ended")
 
     def _make_way(self, hello: Hello) -> None:
@@ -249,11 +258,17 @@ class LinkedEndpoint(Endpoint):
         must neither mix with what follows nor come after it. Runs in the acceptor's thread."""
         if hello.stream == 0:
             self.fence(hello.address, MAKE_WAY_SECONDS)
+        with self._lock:
+            self._fences_before = self._peer(hello.address).fences
 
     def _adopt(self, hello: Hello, sock: socket.socket) -> bool:
-        """A welcome connection; runs in the acceptor's thread."""
+        """A welcome connection, unless its endpoint was fenced since: it may have put already. Runs
+        in the acceptor's thread, right after ``_make_way``."""
         with self._lock:
             peer = self._peer(hello.address)
+            if peer.fences != self._fences_before:
+                sock.close()
+                return False
             link = self._add_incoming(hello, sock.detach())
             if link:
                 peer.incoming = link
