@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from cloverinfer.integrations.vllm.courier import Courier
 from cloverinfer.integrations.vllm.memory import Shape
 from cloverinfer.integrations.vllm.scheduler import SchedulerHalf
 from cloverinfer.integrations.vllm.settings import settings_from
@@ -249,6 +250,20 @@ class FakeEngine:
     def holds(self, name: str, begin: int, end: int) -> bool:
         table = self.tables[name]
         return all(worker.holds(table, self.size, begin, end) for worker in self.workers)
+
+    def fall_silent(self) -> None:
+        """It goes on, and says no more that it lives."""
+        for courier in self._couriers():
+            courier._ticker.close()
+
+    def stand_still(self, seconds: float) -> None:
+        """It hears nothing for so long. Returns before that is over."""
+        for courier in self._couriers():
+            for wire in courier.wires.values():
+                wire.call(lambda: time.sleep(seconds))
+
+    def _couriers(self) -> list[Courier]:
+        return [worker.half._courier for worker in self.workers]
 
     def close(self) -> None:
         for worker in self.workers:

@@ -183,6 +183,27 @@ def test_an_abort_at_prefill_leaves_decode_for_the_next(engines):
     assert decode.finish("d")["attempt"] == 1
 
 
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_an_abort_at_prefill_leaves_its_other_transfers_alone(engines, transport):
+    prefill = engines("prefill", transport=transport)
+    decode = engines("decode", transport=transport)
+    begin(prefill, decode)
+    decode.wait_for_remote("e", 64, "u")
+    prefill.begin("q", 64, params(decode, "u"))
+    prefill.compute("q", chunk=32, upto=32)
+    prefill.finish("q")
+    prefill.until_sent("q")
+    other = engines("prefill", transport=transport)
+    other.prefill("r", 64, params(decode, "u", attempt=1))
+    decode.until_loaded("e")  # so it has heard of the abort
+    prefill.step("p", 32, 32)
+    prefill.finish("p")
+    decode.until_loaded("d")
+    prefill.until_sent("p")
+    assert decode.bad == set()
+    assert decode.holds("d", 0, 64)
+
+
 def test_a_newer_attempt_takes_the_place_of_one_that_lives(engines):
     prefill, other, decode = engines("prefill"), engines("prefill"), engines("decode")
     decode.wait_for_remote("d", 64, "t")
@@ -207,26 +228,54 @@ def test_a_claim_that_comes_when_all_is_over_is_denied(engines):
     assert decode.holds("d", 0, 40)
 
 
-def test_a_prefill_that_dies_is_cut_off_and_loading_fails(engines):
-    prefill = engines("prefill")
-    decode = engines("decode", lease=0.5, retry_timeout=0.5)
+def begin(prefill, decode):
+    """Half of a prompt is there."""
     decode.wait_for_remote("d", 64, "t")
     prefill.begin("p", 64, params(decode))
     prefill.compute("p", chunk=32, upto=32)
     until(lambda: decode.holds("d", 0, 32))
+
+
+LONG = 1000.0
+"""Seconds: a lease that ends in no test."""
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_prefill_that_dies_is_cut_off_and_loading_fails(engines, transport):
+    prefill = engines("prefill", transport=transport)
+    decode = engines("decode", transport=transport, lease=LONG, retry_timeout=0.2)
+    begin(prefill, decode)
     prefill.close()
     decode.until_loaded("d")
     assert decode.bad == set(decode.tables["d"])
     assert "no prefill" in decode.finish("d")["error"]
 
 
+def test_a_prefill_that_is_silent_is_cut_off_and_loading_fails(engines):
+    prefill, decode = engines("prefill"), engines("decode", lease=0.5, retry_timeout=0.2)
+    begin(prefill, decode)
+    prefill.fall_silent()
+    decode.until_loaded("d")
+    assert decode.bad == set(decode.tables["d"])
+
+
+def test_who_stood_still_takes_nobody_for_silent(engines):
+    prefill, decode = engines("prefill", lease=0.5), engines("decode", lease=0.5)
+    begin(prefill, decode)
+    for engine in (prefill, decode):
+        engine.stand_still(1.2)
+    prefill.step("p", 32, 32)
+    prefill.finish("p")
+    decode.until_loaded("d")
+    prefill.until_sent("p")
+    assert decode.bad == set()
+    assert decode.holds("d", 0, 64)
+
+
 def test_after_a_prefill_died_another_may_serve(engines):
     prefill, other = engines("prefill"), engines("prefill")
-    decode = engines("decode", lease=0.5, retry_timeout=60.0)
-    decode.wait_for_remote("d", 64, "t")
-    prefill.begin("p", 64, params(decode))
-    prefill.compute("p", chunk=32, upto=32)
-    until(lambda: decode.holds("d", 0, 32))
+    decode = engines("decode", lease=LONG, retry_timeout=60.0)
+    begin(prefill, decode)
     prefill.close()
     other.prefill("q", 64, params(decode, attempt=1))
     decode.until_loaded("d")
@@ -234,16 +283,19 @@ def test_after_a_prefill_died_another_may_serve(engines):
     assert decode.holds("d", 0, 64)
 
 
-def test_a_decode_that_dies_frees_prefill(engines):
-    prefill, decode = engines("prefill", lease=0.5), engines("decode")
-    decode.wait_for_remote("d", 64, "t")
-    prefill.begin("p", 64, params(decode))
-    prefill.compute("p", chunk=32, upto=32)
-    until(lambda: decode.holds("d", 0, 32))
-    decode.close()
-    prefill.step("p", 32, 32)
-    prefill.finish("p")
-    prefill.until_sent("p")
+@pytest.mark.parametrize("how", ["dies", "is silent"])
+def test_a_decode_that_is_gone_frees_prefill(engines, how):
+    prefill = engines("prefill", lease=LONG if how == "dies" else 0.5)
+    decode = engines("decode")
+    begin(prefill, decode)
+    # Decode has no blocks for it yet, and until it has prefill keeps its own.
+    prefill.prefill("q", 64, params(decode, "u"))
+    prefill.finish("q")
+    if how == "dies":
+        decode.close()
+    else:
+        decode.fall_silent()
+    prefill.until_sent("q")
 
 
 def test_a_restarted_decode_is_met_anew(engines):

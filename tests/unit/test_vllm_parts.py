@@ -10,10 +10,12 @@ import pytest
 from tests.vllm_kit import FakeTensor
 
 from cloverinfer.core.errors import ConfigError, RequestError
+from cloverinfer.integrations.vllm import courier
 from cloverinfer.integrations.vllm.memory import Shape, pool_of
 from cloverinfer.integrations.vllm.scheduler import SchedulerHalf
 from cloverinfer.integrations.vllm.settings import Load, Send, settings_from, wish_of
 from cloverinfer.integrations.vllm.versions import _NEEDED, check_version
+from cloverinfer.transport import Events, Peer
 
 SEND = {"do_remote_decode": True, "transfer_id": "t", "attempt": 2, "decode_address": "[::1]:90"}
 
@@ -182,3 +184,35 @@ def test_versions(caplog):
         check_version("0.9.1", base)
     with pytest.raises(ConfigError, match="save_kv_layer"):
         check_version("0.32", object)
+
+
+class _Slow:
+    """An endpoint whose polls take as long as they are told to."""
+
+    capabilities = SimpleNamespace(name="slow")
+
+    def __init__(self, seconds: list[float]) -> None:
+        self.now = 0.0
+        self.left = seconds
+        self.ended = lambda: None
+
+    def address(self) -> str:
+        return "slow://"
+
+    def connect(self, address: str) -> Peer:
+        return Peer(address)
+
+    def poll(self, timeout: float) -> Events:
+        self.now += self.left.pop(0)
+        if not self.left:
+            self.ended()
+        return Events()
+
+
+def test_a_wire_counts_no_time_in_which_it_stood_still(monkeypatch):
+    endpoint = _Slow([0.5, 0.25, 60.0, 0.5])
+    monkeypatch.setattr(courier, "time", SimpleNamespace(monotonic=lambda: endpoint.now))
+    wire = courier.Wire(endpoint, (), None, 0.5)
+    endpoint.ended = wire._ending.set
+    wire._run()
+    assert wire.listened == 0.5 + 0.25 + 0.5 + 0.5

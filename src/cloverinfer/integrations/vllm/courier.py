@@ -1,7 +1,7 @@
 """A worker's ends of the wires, each with a thread that polls it.
 
 Owns endpoints, threads and the registered memory; knows no transfer. Whoever uses it is called from
-the threads: with what arrived, and now and then with nothing.
+the threads: with what arrived, and, from one more, every so often.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -22,15 +23,18 @@ from ...transport import capabilities as capabilities_of
 from ...transport.choice import ORDER
 from ...transport.registry import transport_names
 from ...transport.tcp import whoever_listens
-from .wire import Message, WireInfo, decode, encode
+from .wire import Beat, Message, WireInfo, decode, encode
 
 log = logging.getLogger(__name__)
 DOOR = "tcp"
 """The transport of meeting points."""
 SEND_SECONDS = 5.0
 """How long a message may take to be taken by the wire."""
+BEAT_SECONDS = 0.5
+"""The same for a beat, which the next one makes up for."""
 CONNECT_SECONDS = 2.0
 STOP_SECONDS = 5.0
+_BEAT = encode(Beat())
 
 
 class User(Protocol):
@@ -44,21 +48,25 @@ class User(Protocol):
         """Some puts have ended."""
 
     def tick(self) -> None:
-        """Now and then, from the door's thread."""
+        """Now and then, from a thread of its own, which no wire and no peer holds up for long."""
 
 
 class Wire:
     """One endpoint, its thread and this worker's memory on it."""
 
     def __init__(
-        self, endpoint: Endpoint, buffers: Sequence[memoryview], user: User, tick: float | None
+        self, endpoint: Endpoint, buffers: Sequence[memoryview], user: User, turn: float
     ) -> None:
-        """``tick``: seconds between two calls of ``user.tick``; None: none."""
+        """``turn``: seconds that one poll waits at most."""
         self.endpoint = endpoint
         self.name = endpoint.capabilities.name
         self.regions: list[Region] = [endpoint.register(buffer) for buffer in buffers]
+        self.listened = 0.0
+        """Seconds for which peers were listened to: the clock by which their silence counts. It
+        stands still while this thread, or the whole process, does, since what they said meanwhile
+        is still to be heard."""
         self._user = user
-        self._tick = tick
+        self._turn = turn
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ending = threading.Event()
         self._own = endpoint.connect(endpoint.address())
@@ -79,6 +87,18 @@ class Wire:
     def tell(self, peer: Peer, message: Message) -> bool:
         """False where it could not be sent, which is logged."""
         return self.send(peer, encode(message))
+
+    def beat(self, peer: Peer) -> bool:
+        """Says that this worker lives. False where the peer is gone, or the way to it is; one that
+        does not read is only given less time."""
+        try:
+            self.endpoint.send(peer, _BEAT, BEAT_SECONDS)
+        except DeadlineError as problem:
+            log.info("%s does not read: %s", peer.address, problem)
+        except TransportError as problem:
+            log.info("%s cannot be reached: %s", peer.address, problem)
+            return False
+        return True
 
     def send(self, peer: Peer, data: bytes) -> bool:
         try:
@@ -109,20 +129,15 @@ class Wire:
         self.endpoint.close()
 
     def _run(self) -> None:
+        last = time.monotonic()
         while not self._ending.is_set():
-            events = self.endpoint.poll(self._tick or 1.0)
+            events = self.endpoint.poll(self._turn)
             while not self._calls.empty():
-                self._guarded(self._calls.get_nowait())
-            self._guarded(lambda events=events: self._hand_over(events))
-            if self._tick is not None:
-                self._guarded(self._user.tick)
-
-    def _guarded(self, act: Callable[[], None]) -> None:
-        """A mistake of ours must not end the thread that all transfers need."""
-        try:
-            act()
-        except Exception:
-            log.exception("the KV courier failed at one thing and goes on")
+                _guarded(self._calls.get_nowait())
+            _guarded(lambda events=events: self._hand_over(events))
+            now = time.monotonic()
+            self.listened += min(now - last, self._turn)
+            last = now
 
     def _hand_over(self, events: Events) -> None:
         for peer, data in events.messages:
@@ -142,6 +157,28 @@ class Wire:
         self._user.arrived(self, peer, message)
 
 
+class _Ticker:
+    """Calls something every so often, from a thread of its own."""
+
+    def __init__(self, act: Callable[[], None], seconds: float) -> None:
+        self._act = act
+        self._seconds = seconds
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-tick", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ending.set()
+        if self._thread.is_alive():
+            self._thread.join(STOP_SECONDS)
+
+    def _run(self) -> None:
+        while not self._ending.wait(self._seconds):
+            _guarded(self._act)
+
+
 class Courier:
     """All wires of one worker; the door is among them."""
 
@@ -154,9 +191,11 @@ class Courier:
         user: User,
         tick: float,
     ) -> None:
-        """``transport``: the one for blocks, or auto. ``ConfigError`` where the meeting point's
-        port is taken, since peers know it by its number."""
+        """``transport``: the one for blocks, or auto; ``tick``: seconds between two calls of
+        ``user.tick``. ``ConfigError`` where the meeting point's port is taken, since peers know it
+        by its number."""
         self.wires: dict[str, Wire] = {}
+        self._ticker = _Ticker(user.tick, tick)
         try:
             for each in (DOOR, *_data_wires(transport)):
                 is_door = each == DOOR
@@ -164,9 +203,7 @@ class Courier:
                 at = network if is_door else msgspec.structs.replace(network, port=0)
                 endpoint = create_endpoint(each, f"{name}-{each}", at)
                 carries = not is_door or transport in ("auto", DOOR)
-                self.wires[each] = Wire(
-                    endpoint, buffers if carries else (), user, tick if is_door else None
-                )
+                self.wires[each] = Wire(endpoint, buffers if carries else (), user, tick)
             if f":{network.port}/" not in self.door.endpoint.address():
                 raise ConfigError(
                     f"port {network.port} of {network.bind_host}, the meeting point, is taken: "
@@ -184,6 +221,7 @@ class Courier:
     def start(self) -> None:
         for wire in self.wires.values():
             wire.start()
+        self._ticker.start()
 
     def knock(self, host: str, port: int, message: Message) -> None:
         """To the meeting point of another worker; what answers has an address of its own. In the
@@ -193,8 +231,17 @@ class Courier:
         endpoint.send(peer, encode(message), SEND_SECONDS)
 
     def close(self) -> None:
+        self._ticker.close()
         for wire in self.wires.values():
             wire.close()
+
+
+def _guarded(act: Callable[[], None]) -> None:
+    """A mistake of ours must not end a thread that all transfers need."""
+    try:
+        act()
+    except Exception:
+        log.exception("the KV courier failed at one thing and goes on")
 
 
 def _data_wires(transport: str) -> list[str]:

@@ -134,12 +134,15 @@ class Inbox:
 
     def tick(self, now: float) -> None:
         with self._lock:
-            for source in self._busy_sources():
-                if now - source.heard <= self._settings.lease:
-                    if source.peer is not None:
-                        source.wire.tell(source.peer, Beat())
-                else:
-                    self._lose(source)
+            busy = self._busy_sources()
+        # Without the lock, for which the engine's thread may wait.
+        gone = [each for each in busy if each.peer is not None and not each.wire.beat(each.peer)]
+        with self._lock:
+            for source in busy:
+                if self._sources.get(source.name) is not source:
+                    continue
+                if source in gone or source.silence > self._settings.lease:
+                    self._lose(source, "gone" if source in gone else "silent")
             for incoming in list(self._transfers.values()):
                 if incoming.claimed is None and not incoming.over and now > incoming.deadline:
                     self._fail(incoming, "no prefill pushed in time")
@@ -159,14 +162,14 @@ class Inbox:
             data, address = self._courier.wires[transport], worker.wires[transport].address
             known = self._sources.get(worker.name)
             if known is None or known.address != address:
-                source = Source(worker, data, address, time.monotonic())
+                source = Source(worker, data, address, data.listened)
                 self._sources[worker.name] = source
         wire.reply(peer, Welcome(greeting.nonce, self._me, transport))
 
     def _source_at(self, wire: Wire, peer: Peer) -> Source | None:
         for source in self._sources.values():
             if source.address == peer.address and source.wire is wire:
-                source.peer, source.heard = peer, time.monotonic()
+                source.peer, source.heard = peer, wire.listened
                 return source
         return None
 
@@ -384,12 +387,12 @@ class Inbox:
 
     # -- writers that are gone; under the lock
 
-    def _lose(self, source: Source) -> None:
-        """It is silent. What it was granted waits until it is cut off."""
+    def _lose(self, source: Source, how: str) -> None:
+        """``how``: gone or silent. What it was granted waits until it is cut off."""
         for incoming in list(self._transfers.values()):
             claimed = incoming.claimed
             if claimed is not None and source.name in claimed.claims:
-                self._wait_for_another(incoming, f"prefill {source.name} is silent")
+                self._wait_for_another(incoming, f"prefill {source.name} is {how}")
         source.wire.call(partial(self._cut_off, source))
 
     def _cut_off(self, source: Source) -> None:

@@ -22,12 +22,18 @@ class Source:
     address: str
     """Of its end of the data wire."""
     heard: float
+    """When something last came from it, by its wire's clock (``Wire.listened``)."""
     peer: Peer | None = None
     """Set once it has spoken over the data wire."""
 
     @property
     def name(self) -> str:
         return self.worker.name
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which it was listened to in vain."""
+        return self.wire.listened - self.heard
 
 
 @dataclass

@@ -23,7 +23,6 @@ from .plan import Progress, SendStart
 from .settings import Settings
 from .targets import Callbacks, Targets
 from .wire import (
-    Beat,
     Claim,
     Denial,
     Drop,
@@ -153,7 +152,7 @@ class Outbox:
         with self._lock:
             target = self._targets.of(peer)
             if target is not None:
-                target.heard = time.monotonic()
+                target.hear()
             if isinstance(message, Welcome):
                 self._targets.welcomed(message)
             elif isinstance(message, Refusal):
@@ -178,17 +177,35 @@ class Outbox:
 
     def tick(self, now: float) -> None:
         with self._lock:
+            watched = [leg.target for leg in self._open_legs() if leg.claimed]
+        self._watch(list({id(target): target for target in watched}.values()))
+        with self._lock:
             live = [out for out in self._transfers.values() if not out.failed]
-            legs = [leg for out in live for leg in out.legs.values() if not leg.over]
-            for target in {id(leg.target): leg.target for leg in legs if leg.claimed}.values():
-                self._watch(target, now)
             firsts = [self._targets.at(out.start.host, out.start.port) for out in live]
-            self._targets.knock_again([*firsts, *(leg.target for leg in legs)], now)
+            self._targets.knock_again([*firsts, *(leg.target for leg in self._open_legs())], now)
             for out in live:
                 if now > out.deadline and out.waits and not out.failed:
                     place = f"{out.start.host}:{out.start.port}"
                     self._fail(out, f"decode at {place} granted no blocks in time", final=False)
                     self._release(out)
+
+    def _open_legs(self) -> list[Leg]:
+        outs = self._transfers.values()
+        return [leg for out in outs if not out.failed for leg in out.legs.values() if not leg.over]
+
+    def _watch(self, targets: list[Target]) -> None:
+        """Beats, and finds those that are gone or silent. Without the lock, for which the engine's
+        thread may wait."""
+        lease, lost = self._settings.lease, []
+        for target in targets:
+            pusher = target.pusher
+            if pusher is not None and not pusher.wire.beat(pusher.peer):
+                lost.append((target, "it is gone"))
+            elif target.silence > lease:
+                lost.append((target, f"it was silent for {lease:g} s"))
+        with self._lock:
+            for target, reason in lost:
+                self._lose(target, reason)
 
     # -- transfers; under the lock
 
@@ -223,7 +240,7 @@ class Outbox:
         if target.pusher is None or leg.claimed or out.failed:
             return
         leg.claimed = True
-        target.heard = time.monotonic()
+        target.hear()
         claim = Claim(start.transfer, start.attempt, start.end, start.digest)
         if not target.pusher.wire.tell(target.pusher.peer, claim):
             # It may have been started anew since it was met, and nothing is there of this leg yet.
@@ -276,7 +293,7 @@ class Outbox:
             self._sent.add(out.start.request)
 
     def _fail(self, out: Outgoing, reason: str, final: bool = True) -> None:
-        """Ends the attempt; decode is told, over a new connection as the old one may be why."""
+        """Ends the attempt; decode is told."""
         if out.failed:
             return
         out.failed = reason
@@ -308,13 +325,6 @@ class Outbox:
             if target.place in (*out.legs, (out.start.host, out.start.port)):
                 self._fail(out, target.refused)
                 self._release(out)
-
-    def _watch(self, target: Target, now: float) -> None:
-        """A target with a live leg."""
-        if now - target.heard > self._settings.lease:
-            self._lose(target, f"it was silent for {self._settings.lease:g} s")
-        elif target.pusher is not None:
-            target.pusher.wire.tell(target.pusher.peer, Beat())
 
     def _lose(self, target: Target, reason: str) -> None:
         self._targets.forget(target)

@@ -29,8 +29,6 @@ class Target:
     port: int
     nonce: int
     """Of the greeting that its next answer belongs to."""
-    heard: float
-    """When something last came from it, or was first waited for."""
     knocked: float
     pause: float = 1.0
     """Until it is knocked again."""
@@ -38,6 +36,9 @@ class Target:
     """Set once it has answered."""
     pusher: TargetPusher | None = None
     """Set once it is met and connected."""
+    heard: float = 0.0
+    """When something last came from it, or was first waited for, by its wire's clock
+    (``Wire.listened``); of worth once it is met."""
     refused: str = ""
     without: set[str] = field(default_factory=set)
     """Wires over which its memory could not be reached."""
@@ -49,6 +50,16 @@ class Target:
     @property
     def name(self) -> str:
         return f"{self.host}:{self.port}"
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which it was listened to in vain."""
+        return 0.0 if self.pusher is None else self.pusher.wire.listened - self.heard
+
+    def hear(self) -> None:
+        """It has said something, or is waited for from now on."""
+        if self.pusher is not None:
+            self.heard = self.pusher.wire.listened
 
 
 @dataclass

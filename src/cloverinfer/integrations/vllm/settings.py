@@ -37,8 +37,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     of these."""
     tcp_streams: int = 4
     """Connections per peer over tcp, 1 to 64."""
-    lease: float = 10.0
-    """Seconds of silence after which a peer is taken for gone; beats come four times as often."""
+    lease: float = 30.0
+    """Seconds of silence after which a peer is taken for gone, where its connection does not say
+    so before. Beats come every quarter of it, and every second at least: leases under 4 s must be
+    the same at both ends."""
     claim_timeout: float = 120.0
     """Seconds for which decode's blocks wait for a prefill, and prefill's for a decode."""
     retry_timeout: float = 10.0
@@ -53,6 +55,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name in ("lease", "claim_timeout", "retry_timeout"):
             value = getattr(self, name)
             _check(name, value, 0.1 <= value <= 86400, "from 0.1 to 86400 seconds")
+
+    @property
+    def beat(self) -> float:
+        """Seconds between two beats."""
+        return min(self.lease / 4, 1.0)
 
     def network(self, rank: int) -> NetworkConfig:
         """``ConfigError`` where anybody could write into the cache."""

@@ -60,7 +60,7 @@ class Targets:
         target = self._targets.get((host, port))
         if target is None or target.refused:
             now = time.monotonic()
-            target = Target(host, port, next(self._nonces), now, now)
+            target = Target(host, port, next(self._nonces), now)
             self._targets[host, port] = target
             self._greet(target)
         return target
@@ -84,8 +84,12 @@ class Targets:
                 self._greet(target)
 
     def give_up(self, place: tuple[str, int], message: GiveUp) -> None:
-        """Told at the meeting point, since a wire may be why."""
-        self._courier.door.call(lambda: self._knock(place, message))
+        target = self._targets.get(place)
+        pusher = target.pusher if target is not None else None
+        if pusher is None:
+            self._courier.door.call(lambda: self._knock(place, message))
+        else:
+            pusher.wire.call(lambda: self._tell(pusher, place, message))
 
     def welcomed(self, welcome: Welcome) -> None:
         target = self._by_nonce(welcome.nonce)
@@ -122,6 +126,12 @@ class Targets:
         except TransportError as problem:
             log.info("nobody answers at %s:%d: %s", *place, problem)
 
+    def _tell(self, pusher: TargetPusher, place: tuple[str, int], message: GiveUp) -> None:
+        """At the meeting point only where the wire does not serve any more: where both are tcp, a
+        new connection ends the one before, and what others of its transfers put there."""
+        if not pusher.wire.tell(pusher.peer, message):
+            self._courier.door.call(lambda: self._knock(place, message))
+
     def _connect(self, target: Target, wire: Wire) -> None:
         assert target.worker is not None
         try:
@@ -138,7 +148,8 @@ class Targets:
                     self._greet(target)
         else:
             with self._lock:
-                target.pusher, target.heard = pusher, time.monotonic()
+                target.pusher = pusher
+                target.hear()
                 self._callbacks.met(target)
 
     def _prepare(self, target: Target, wire: Wire, worker: Worker) -> TargetPusher | None:

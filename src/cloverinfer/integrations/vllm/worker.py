@@ -77,7 +77,7 @@ class WorkerHalf:
             settings.transport,
             pool.buffers,
             self,
-            settings.lease / 4,
+            settings.beat,
         )
         me = _describe(settings, engine, pool, courier)
         self._outbox = Outbox(settings, me, courier, pool.split, self._lock)
