@@ -23,7 +23,12 @@ import pytest
 from hypothesis import settings
 
 from cloverinfer.config.load import SECTIONS
-from cloverinfer.core.errors import EngineClosedError, RequestError, check_text
+from cloverinfer.core.errors import (
+    EngineClosedError,
+    PromptTooLongError,
+    RequestError,
+    check_text,
+)
 from cloverinfer.core.logprobs import TokenLogprobs
 from cloverinfer.orchestrator.counters import Counters, EngineStats
 
@@ -72,6 +77,8 @@ class FakeTokenizer:
 
     has_chat_template = True
     vocab_size = 10**6
+    longest = 100
+    """Characters of a word."""
 
     def __init__(self) -> None:
         self.words: list[str] = []
@@ -81,8 +88,12 @@ class FakeTokenizer:
         self.ends = False
         """Whether a chat's prompt shows how it ends."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
         text.encode()  # which no tokenizer does for what is no Unicode
+        if most is not None and len(text) > most * self.longest:
+            raise PromptTooLongError.of(f"{len(text)} characters", most)
         for word in text.split():
             if word not in self.words:
                 self.words.append(word)
@@ -105,13 +116,14 @@ class FakeTokenizer:
         continue_final: bool = False,
         template: str | None = None,
         variables: dict[str, Any] | None = None,
+        most: int | None = None,
     ) -> list[int]:
         self.template, self.variables = template, variables or {}
         self.messages = messages
         text = " ".join(f"{one['role']}: {one['content']}" for one in messages)
         check_text(text + json.dumps(self.variables, ensure_ascii=False), "messages")
         end = "" if continue_final else " assistant:" if add_generation_prompt else " end"
-        return self.encode(text + (end if self.ends else ""))
+        return self.encode(text + (end if self.ends else ""), most=most)
 
 
 class FakeEngine:
@@ -131,6 +143,7 @@ class FakeEngine:
         self.alive = {"dense": True}
         self.fail_at: int | None = None
         self.raise_at: int | None = None
+        self.raised: Exception = EngineClosedError("the engine was closed")
         self.counters = Counters()
         self.asked: list[tuple[Any, Any]] = []
         self.aborted = 0
@@ -216,7 +229,7 @@ class FakeEngine:
 
     def _chunk(self, i: int, total: int, prompt: Any, index: int = 0) -> FakeChunk:
         if i == self.raise_at:
-            raise EngineClosedError("the engine was closed")
+            raise self.raised
         if i == self.fail_at:
             return FakeChunk("", [], "error", "a node died", index=index)
         last = i == total - 1

@@ -3,12 +3,14 @@
 The model is random, so every constraint that is kept is kept by the masks alone.
 """
 
+import functools
 import json
 import queue
 import re
 import threading
 import time
 
+import llguidance
 import pytest
 from tests.same_tokens import check_idle
 from tests.tiny_models import add_tokenizer, make_tiny
@@ -167,26 +169,32 @@ def test_a_grammar_outranks_what_forbids_its_only_way_on(refuser):
 
 
 def test_one_whose_grammar_gives_up_fails_alone(refuser, monkeypatch):
-    from cloverinfer.models.grammar import GrammarState
-
-    reason = property(lambda self: "too complex" if self.known == 4 else "")
-    monkeypatch.setattr(GrammarState, "error", reason)
-    ended = {}
+    """And is told that its own parameter is to blame, after what it had already."""
+    limits = functools.partial(llguidance.LLParserLimits, max_items_in_row=30)
+    monkeypatch.setattr(llguidance, "LLParserLimits", limits)
+    heard = {"shaped": [], "plain": []}
     over = threading.Semaphore(0)
 
     def sink(name):
-        def take(chunk):
-            if chunk.finish_reason is not None:
-                ended[name] = chunk
+        def take(item):
+            heard[name].append(item)
+            if isinstance(item, Exception) or item.finish_reason is not None:
                 over.release()
 
         return take
 
-    refuser.engine.submit("a", shaped(regex="[a-z]{9}"), sink("shaped"))
+    grammar = 'start: s\ns: s s | s s s | "a" | "b"'
+    ambiguous = asked(structured_outputs={"grammar": grammar}, min_tokens=200)
+    refuser.engine.submit("a", ambiguous, sink("shaped"))
     refuser.engine.submit("b", CASES[1], sink("plain"))
     assert all(over.acquire(timeout=20) for _ in range(2))
-    assert (ended["shaped"].finish_reason, ended["shaped"].error) == ("error", "too complex")
-    assert ended["plain"].finish_reason == "length"
+    *before, error = heard["shaped"]
+    assert isinstance(error, RequestError)
+    assert error.param == "structured_outputs"
+    count = sum(len(chunk.token_ids) for chunk in before)
+    assert count > 1
+    assert f"structured_outputs: cannot go on after {count} tokens: " in str(error)
+    assert heard["plain"][-1].finish_reason == "length"
 
 
 def test_one_whose_parameters_forbid_every_token_fails_alone(refuser):

@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from tests.servers import events, refused
 
 from cloverinfer.config import ServerConfig
-from cloverinfer.core.errors import CloverError, EngineClosedError, QueueFullError
+from cloverinfer.core.errors import CloverError, EngineClosedError, QueueFullError, RequestError
 from cloverinfer.server.app import build_app
 from cloverinfer.server.catalog import Catalog, Chat
 
@@ -274,6 +274,19 @@ def test_a_failure_within_a_stream_is_told_in_it(
     assert response.status_code in (500, 503)
     setattr(engine, how, 0)
     assert complete(client, max_tokens=5, stream=True).status_code in (500, 503)
+
+
+def test_a_structure_that_gives_up_within_an_answer_is_the_requests_own_fault(
+    client: TestClient, engine: Any
+) -> None:
+    param = "structured_outputs"
+    engine.raise_at, engine.raised = 2, RequestError(f"{param}: cannot go on", param)
+    asks = {"max_tokens": 5, "guided_regex": "w.*"}
+    last = events(complete(client, stream=True, **asks))[-1]
+    error = last["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", "guided_regex")
+    assert error["message"] == "guided_regex: cannot go on"
+    refused(complete(client, **asks), 400, "guided_regex", "guided_regex: cannot go on")
 
 
 def test_a_model_without_a_template_has_no_chat(client: TestClient, engine: Any) -> None:

@@ -297,11 +297,21 @@ def test_too_long_a_prompt_is_told_with_the_numbers(client: TestClient, engine: 
     refused(answer, 400, "prompt", "has 32 tokens")
     assert "32 tokens" in answer.json()["error"]["message"]
     assert answer.json()["error"]["code"] == "context_length_exceeded"
+    # What is surely too long is not read, but where it will be cut.
+    read = len(engine.tokenizer.words)
+    answer = complete(client, prompt="b" * 3201)
+    refused(answer, 400, "prompt", "has 3201 characters")
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    answer = chat(client, messages=[{"role": "user", "content": "b" * 3201}])
+    refused(answer, 400, "messages", "characters")
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert len(engine.tokenizer.words) == read
     messages = [{"role": "user", "content": "a " * 40}]
     refused(chat(client, messages=messages), 400, "messages", "has 41 tokens")
     assert complete(client, prompt="a " * 31, max_tokens=1).status_code == 200
     assert complete(client, prompt="a " * 32, max_tokens=0, echo=True).status_code == 200
     assert len(engine.asked) == 1
+    assert complete(client, prompt="b" * 3201, truncate_prompt_tokens=2).status_code == 200
 
 
 def test_the_structure_of_answers_reaches_the_core_or_is_refused(

@@ -10,9 +10,9 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from cloverinfer.core.errors import ModelError, RequestError
+from cloverinfer.core.errors import ModelError, PromptTooLongError, RequestError
 from cloverinfer.models import IncrementalDetokenizer, Tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -204,3 +204,52 @@ def test_damaged_tokenizers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
+
+
+def composing() -> tokenizers.Tokenizer:
+    backend = byte_level()
+    backend.normalizer = normalizers.NFC()
+    return backend
+
+
+BOUNDED = {"composing": Tokenizer(composing()), **KINDS}
+
+
+@pytest.mark.parametrize("kind", BOUNDED)
+@given(text=st.text(alphabet="a heltU\u0301\u1100\u1161\u11a8\U0001f60b", max_size=60))
+def test_no_text_that_fits_is_refused_for_its_characters(kind: str, text: str) -> None:
+    tokenizer = BOUNDED[kind]
+    ids = tokenizer.encode(text)
+    assert tokenizer.encode(text, most=len(ids)) == ids
+
+
+def test_what_is_surely_too_long_is_not_read() -> None:
+    for kind, longest in (("bytes", 4), ("pieces", 6), ("composing", 16)):
+        tokenizer = BOUNDED[kind]
+        assert tokenizer.encode("a" * 5 * longest, most=5)
+        with pytest.raises(PromptTooLongError, match=f"{5 * longest + 1} characters"):
+            tokenizer.encode("a" * (5 * longest + 1), most=5)
+
+
+def without(part: str) -> Tokenizer:
+    """A tokenizer by which any length of text may be few tokens."""
+    backend = byte_level()
+    if part == "blanks":
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.WhitespaceSplit(), backend.pre_tokenizer]
+        )
+    elif part == "accents":
+        backend.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
+    elif part == "letters":
+        backend.pre_tokenizer = pre_tokenizers.Digits()
+    else:
+        token = tokenizers.AddedToken("<mask>", lstrip=True, special=True)
+        backend.add_special_tokens([token])
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize("part", ["blanks", "accents", "letters", "margins"])
+def test_where_characters_may_be_left_out_there_is_no_bound(part: str) -> None:
+    text = {"accents": "a" + "\u0301" * 900, "letters": "\u4e00" * 900}.get(part, "a" + " " * 900)
+    text += "<mask>" if part == "margins" else ""
+    assert without(part).encode(text, most=1) is not None

@@ -23,6 +23,19 @@ class RequestError(CloverError, ValueError):
         """Name of the offending field, where there is one."""
 
 
+class PromptTooLongError(RequestError):
+    """A prompt leaves no room for output."""
+
+    @classmethod
+    def of(cls, length: str, most: int, param: str = "prompt") -> PromptTooLongError:
+        """``length``: what it has; ``most``: tokens that prompt and output may be together."""
+        return cls(
+            f"the prompt has {length}, which leaves no room for output: the longest prompt and "
+            f"output of this model together are {most} tokens",
+            param,
+        )
+
+
 class QueueFullError(CloverError):
     """The bounded waiting queue is full; try again later."""
 

@@ -67,6 +67,8 @@ class Request:
     finish_reason: str | None = None
     """``stop``, ``length``, ``abort`` or ``error`` once terminal."""
     error: str | None = None
+    error_param: str | None = None
+    """The field of ``sampling`` that is to blame for the error; None: no fault of the request."""
     ended_in: RequestState | None = None
     """The state that it was in when it reached a terminal one."""
     times: dict[RequestState, float] = field(default_factory=dict)

@@ -16,6 +16,7 @@ MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
+_LISTS = ("stop", "stop_token_ids", "bad_words")
 MOST = 2**31 - 1
 """Largest count or token id."""
 
@@ -54,7 +55,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: tuple[str, ...] = ()
     """Texts that are not generated: the token that would complete one is never chosen."""
     stop: tuple[str, ...] = ()
-    """Generation ends before the first of these strings; they are not part of the text."""
+    """Generation ends before the first of these strings; they are not part of the text. One string
+    stands for itself; None, as in ``stop_token_ids`` and ``bad_words``, for none."""
     stop_token_ids: tuple[int, ...] = ()
     """Generation ends at any of these tokens."""
     include_stop_str_in_output: bool = False
@@ -74,13 +76,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         put = msgspec.structs.force_setattr
+        for name in _LISTS:
+            if getattr(self, name) is None:  # as clients of other servers give it
+                put(self, name, ())
         if isinstance(self.stop, str):
             put(self, "stop", (self.stop,))
         for name, good, allowed in _RULES:
             value = getattr(self, name)
             if not good(value):
                 raise RequestError(f"{name} must be {allowed}, not {value!r}", name)
-        for name in ("stop", "stop_token_ids", "bad_words"):
+        for name in _LISTS:
             put(self, name, tuple(getattr(self, name)))
         if self.structured_outputs is not None:
             put(self, "structured_outputs", as_structured(self.structured_outputs))

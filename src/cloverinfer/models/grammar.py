@@ -59,8 +59,11 @@ class GrammarState:
 
     @property
     def error(self) -> str:
-        """Why it cannot go on (its limits were passed, say); empty while it can."""
-        return _short(self._matcher.get_error()) if self._matcher.is_error() else ""
+        """Why it cannot go on (the compiler's limits were passed, say); empty while it can."""
+        if not self._matcher.is_error():
+            return ""
+        reason = _short(self._matcher.get_error())
+        return f"{PARAM}: cannot go on after {self.known} tokens: {reason}"
 
 
 class Grammars:

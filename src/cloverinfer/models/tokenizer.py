@@ -6,7 +6,6 @@ It reads a Hugging Face folder and does not need transformers. Streams of ids be
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,9 +13,10 @@ from typing import Any
 
 import tokenizers
 
-from ..core.errors import ModelError, RequestError, check_text
+from ..core.errors import ModelError, PromptTooLongError, RequestError, check_text
 from .chat_template import render, render_open
 from .convert import NO_TOKENIZER
+from .text_bound import byte_letters, characters_per_token
 
 _REPLACEMENT = "\ufffd"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -41,7 +41,9 @@ class Tokenizer:
             own = backend.token_to_id(self._special["eos_token"])
             ids += [] if own is None else [own]
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ids))
-        kinds = _decoder_kinds(backend)
+        description = json.loads(backend.to_str())
+        kinds = _decoder_kinds(description)
+        self._characters = characters_per_token(description, backend.get_vocab())
         self._byte_tokens = "ByteFallback" in kinds
         self._byte_level = "ByteLevel" in kinds
         added = backend.get_added_tokens_decoder()
@@ -73,8 +75,16 @@ class Tokenizer:
         """The text of a ``tokenizer.json`` that describes it."""
         return str(self._backend.to_str())
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``; special tokens written out in it are recognised."""
+    def encode(
+        self, text: str, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
+        """Token ids of ``text``; special tokens written out in it are recognised.
+
+        ``PromptTooLongError`` at once where its length alone shows more than ``most`` tokens.
+        """
+        each = self._characters
+        if most is not None and each is not None and len(text) > most * each:
+            raise PromptTooLongError.of(f"{len(text)} characters", most)
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -135,13 +145,14 @@ class Tokenizer:
         continue_final: bool = False,
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
+        most: int | None = None,
     ) -> list[int]:
-        """``apply_chat_template`` as tokens."""
+        """``apply_chat_template`` as tokens; ``most`` as for ``encode``."""
         text = self.apply_chat_template(
             messages, add_generation_prompt, continue_final, template, variables
         )
         check_text(text, "messages")  # names and tools may bring what no tokenizer can read
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False, most=most)
 
     @classmethod
     def _finish(cls, backend: tokenizers.Tokenizer, folder: Path) -> Tokenizer:
@@ -249,21 +260,9 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
 
-@functools.lru_cache
-def byte_letters() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for.
-
-    Printable bytes of Latin-1 stand for themselves; the others, in order, are letters from U+0100.
-    """
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    table = {chr(byte): byte for byte in plain}
-    return table | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
+def _decoder_kinds(description: dict[str, Any]) -> set[str]:
     """Types of all decoders, those inside sequences included."""
-    decoder = json.loads(backend.to_str()).get("decoder") if backend.decoder else None
+    decoder = description.get("decoder")
     found, todo = set(), [decoder] if decoder else []
     while todo:
         one = todo.pop()

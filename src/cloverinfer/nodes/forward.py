@@ -10,6 +10,7 @@ import torch
 
 from ..attention.base import AttentionBackend
 from ..core.logprobs import TokenLogprobs
+from ..core.structured import PARAM as STRUCTURE
 from ..models.base import Carry, DenseHalf
 from ..models.logprobs import token_logprobs
 from ..models.sampling import NO_TOKEN, sample
@@ -37,6 +38,8 @@ class Sampled:
     """By index in the plan's rows."""
     errors: dict[int, str] = field(default_factory=dict)
     """Why no token could be chosen, by index in ``tokens``."""
+    blamed: dict[int, str] = field(default_factory=dict)
+    """The request's parameter that is to blame for an error, by the same index."""
 
 
 def step_done(name: str, plan: StepPlan, sampled: Sampled, stats: StepStats) -> StepDone:
@@ -50,6 +53,7 @@ def step_done(name: str, plan: StepPlan, sampled: Sampled, stats: StepStats) -> 
         sampled.logprobs,
         sampled.prompt_logprobs,
         sampled.errors,
+        sampled.blamed,
     )
 
 
@@ -103,8 +107,13 @@ def sample_rows(batch: Batch, logits: torch.Tensor) -> Sampled:
     if not batch.special:
         return Sampled(tokens, errors=errors)
     told = {i: row.shaper.error for i, row in enumerate(batch.sampled) if row.shaper is not None}
-    errors |= {i: error for i, error in told.items() if error}
-    return Sampled(tokens, _logprobs(batch, logits, tokens), errors=errors)
+    grammars = {i: error for i, error in told.items() if error}
+    return Sampled(
+        tokens,
+        _logprobs(batch, logits, tokens),
+        errors=errors | grammars,
+        blamed=dict.fromkeys(grammars, STRUCTURE),
+    )
 
 
 def _shaped(batch: Batch, logits: torch.Tensor) -> torch.Tensor:

@@ -107,6 +107,7 @@ class Engine:
             info.eos_token_ids,
             self._seed,
             grammars_of(self.cluster.model),
+            self.max_model_len,
         )
         samplers = [i.peer.name for i in self.cluster.infos if i.peer.role != ATTENTION]
         self._desk = GrammarDesk(samplers, config.scheduler.step_timeout, self._send)
@@ -462,7 +463,14 @@ class Engine:
             self._scheduler.finish(number, "stop", now)
 
     def _end(self, live: Live, now: float) -> None:
-        """Hands out the last of a request, and of those that waited for it to read the prompt."""
+        """Hands out the last of a request, and of those that waited for it to read the prompt. One
+        that is itself to blame for its error ends its whole group, which hears nothing more."""
+        request = live.request
+        if request.error_param is not None:
+            self._hand(live, live.chunk())
+            self._hand(live, RequestError(str(request.error), request.error_param))
+            self._abort(live.group, now)
+            return
         self._hand(live, live.last_chunk(request_metrics(live.request, now, self._stats)))
         for other in live.followers:
             other.request.finish_reason, other.request.error = live.ending

@@ -27,8 +27,11 @@ class Intake:
         eos_token_ids: Sequence[int],
         seed: int,
         grammars: Grammars,
+        max_model_len: int,
     ) -> None:
+        """``max_model_len``: the longest prompt and output together, in tokens."""
         self.tokenizer = tokenizer
+        self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -40,7 +43,7 @@ class Intake:
             if self.tokenizer is None:
                 raise RequestError("this model has no tokenizer: pass token ids", "prompt")
             check_text(prompt)
-            prompt = self.tokenizer.encode(prompt)
+            prompt = self.tokenizer.encode(prompt, most=self._max_model_len)
         elif not isinstance(prompt, (list, tuple)):
             kind = type(prompt).__name__
             raise RequestError(f"a prompt is a string or a list of token ids, not {kind}", "prompt")

@@ -20,6 +20,8 @@ class _Said(NamedTuple):
     logprobs: TokenLogprobs | None
     error: str
     """Why ``token`` stands for none; empty where it is one."""
+    blamed: str | None = None
+    """The request's parameter that is to blame for the error."""
 
 
 class Results:
@@ -134,6 +136,7 @@ class Results:
             self._state.end(seat, RequestState.FINISHED, "length", now)
             return
         if said.error:
+            request.error_param = said.blamed
             self._state.fail([seat], said.error, now)
             return
         token = said.token
@@ -181,8 +184,10 @@ class Results:
 def _sampled(done: StepDone) -> list[_Said]:
     if not done.logprobs and not done.errors:
         return [_Said(token, None, "") for token in done.tokens]
-    said = enumerate(done.tokens)
-    return [_Said(token, done.logprobs.get(i), done.errors.get(i, "")) for i, token in said]
+    return [
+        _Said(token, done.logprobs.get(i), done.errors.get(i, ""), done.blamed.get(i))
+        for i, token in enumerate(done.tokens)
+    ]
 
 
 def _confirm_in(pool: KVCacheManager, request: Request) -> None:

@@ -152,7 +152,7 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     text = str(error)
     if error.param and text.startswith(error.param):
         text = own + text[len(error.param) :]
-    return RequestError(text, own or None)
+    return type(error)(text, own or None)
 
 
 GUIDED = {

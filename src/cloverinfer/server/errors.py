@@ -16,6 +16,7 @@ from ..core.errors import (
     CloverError,
     EngineClosedError,
     NodeDiedError,
+    PromptTooLongError,
     QueueFullError,
     RequestError,
 )
@@ -79,7 +80,8 @@ def _sendable(text: str) -> str:
 def classify(error: CloverError) -> tuple[int, dict[str, Any]]:
     """HTTP status and body of an engine's error."""
     if isinstance(error, RequestError):
-        return 400, error_body(str(error), "invalid_request_error", error.param)
+        code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
+        return 400, error_body(str(error), "invalid_request_error", error.param, code)
     if isinstance(error, QueueFullError):
         return 429, error_body(str(error), "rate_limit_error", code="queue_full")
     if isinstance(error, (EngineClosedError, NodeDiedError)):

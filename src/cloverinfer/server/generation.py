@@ -11,7 +11,13 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from ..core.errors import CloverError, EngineClosedError, RequestError, check_text
+from ..core.errors import (
+    CloverError,
+    EngineClosedError,
+    PromptTooLongError,
+    RequestError,
+    check_text,
+)
 from ..core.sampling import SamplingParams
 from .asked import STRUCTURE, need, renamed
 from .catalog import Catalog, Model
@@ -44,6 +50,8 @@ class Job:
     sampling: SamplingParams
     body: Body
     record: Record
+    prompt_name: str
+    """The parameter that the prompt stands in."""
 
     def usage(self) -> dict[str, Any]:
         return usage_of(self.choices, self.per_prompt)
@@ -59,6 +67,13 @@ class Job:
         for index in indices:
             self.choices[index].prompt_logprobs = chunk.prompt_logprobs
         return indices
+
+    def renamed(self, error: CloverError) -> CloverError:
+        """The same error about the parameter that the client knows."""
+        if not isinstance(error, RequestError):
+            return error
+        names = {"prompt": self.prompt_name, STRUCTURE: self.body.structure_name()}
+        return renamed(error, names)
 
     def note(self, finish: str | None = None) -> None:
         """Tells the log how far it came."""
@@ -99,15 +114,16 @@ class Generation:
                 choices.append(_choice(body, tokens, echo))
                 choices[-1].scored = scored
         form = CompletionForm(body.model or model.name, Speller(model.engine.tokenizer))
-        job = Job(model, form, choices, body.choices, sampling, body, record_of(request.scope))
+        record = record_of(request.scope)
+        job = Job(model, form, choices, body.choices, sampling, body, record, "prompt")
         if limit == 0 and sampling.prompt_logprobs is None:
             return _echoed(job)
-        return await self._answer(job, request, "prompt")
+        return await self._answer(job, request)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         model = self._catalog.find(body.model)
         body.check()
-        prompt = await chat_tokens(model, body)
+        prompt = await chat_tokens(model, body, _most(model, body))
         _check_length(model, len(prompt), "messages", room=1)
         limit = body.token_limit()
         if limit is None:
@@ -125,22 +141,22 @@ class Generation:
             choice.one_call = body.parallel_tool_calls is False
         form = ChatForm(body.model or model.name, Speller(model.engine.tokenizer))
         record = record_of(request.scope)
-        job = Job(model, form, choices, body.choices, sampling, body, record)
-        return await self._answer(job, request, "messages")
+        job = Job(model, form, choices, body.choices, sampling, body, record, "messages")
+        return await self._answer(job, request)
 
     async def _tokens(self, model: Model, prompt: str | list[int], body: Body) -> list[int]:
         if isinstance(prompt, str):
-            prompt = await encode(model, prompt, body.add_special_tokens is not False)
+            special = body.add_special_tokens is not False
+            prompt = await encode(model, prompt, special, _most(model, body))
         if not prompt:
             raise RequestError("the prompt is empty", "prompt")
         return prompt[-(body.truncate_prompt_tokens or 0) :]
 
-    async def _answer(self, job: Job, request: Request, param: str) -> Response:
+    async def _answer(self, job: Job, request: Request) -> Response:
         try:
             return await self._run(job, request)
         except RequestError as error:
-            names = {"prompt": param, STRUCTURE: job.body.structure_name()}
-            raise renamed(error, names) from error
+            raise job.renamed(error) from error
 
     async def _run(self, job: Job, request: Request) -> Response:
         engine, body = job.model.engine, job.body
@@ -177,12 +193,12 @@ class Generation:
 def _check_length(model: Model, count: int, param: str, room: int) -> None:
     most = model.engine.max_model_len
     if count + room > most:
-        message = (
-            f"the prompt has {count} tokens, which leaves no room for output: the longest prompt "
-            f"and output of this model together are {most} tokens"
-        )
-        code = "context_length_exceeded"
-        raise ApiError(400, message, "invalid_request_error", param, code)
+        raise PromptTooLongError.of(f"{count} tokens", most, param)
+
+
+def _most(model: Model, body: Body) -> int | None:
+    """Tokens beyond which a prompt need not be read to the end; None where it will be cut."""
+    return None if body.truncate_prompt_tokens else model.engine.max_model_len
 
 
 def tokenizer_of(model: Model, param: str) -> Tokenizer:
@@ -192,29 +208,38 @@ def tokenizer_of(model: Model, param: str) -> Tokenizer:
     return tokenizer
 
 
-async def encode(model: Model, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Tokens of ``text``; in a thread where that takes long, for the streams of others."""
+async def encode(
+    model: Model, text: str, add_special_tokens: bool = True, most: int | None = None
+) -> list[int]:
+    """Tokens of ``text``; in a thread where that takes long, for the streams of others.
+
+    ``PromptTooLongError`` at once where they are surely more than ``most``.
+    """
     tokenizer = tokenizer_of(model, "prompt")
     check_text(text)
     if len(text) <= LONG_TEXT:
-        return tokenizer.encode(text, add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+        return tokenizer.encode(text, add_special_tokens, most)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens, most)
 
 
-async def chat_tokens(model: Model, body: ChatRequest) -> list[int]:
-    """The prompt that the chat template makes of a body, as tokens."""
+async def chat_tokens(model: Model, body: ChatRequest, most: int | None = None) -> list[int]:
+    """The prompt that the chat template makes of a body, as tokens; ``most`` as for ``encode``."""
     tokenizer = model.engine.tokenizer
     if tokenizer is None or not (tokenizer.has_chat_template or model.chat.template):
         raise RequestError(f"{model.name} has no chat template; use /v1/completions", "messages")
     messages = body.plain_messages()
-    tokens = await asyncio.to_thread(  # a long conversation must not stall the streams of others
-        tokenizer.chat_token_ids,
-        messages,
-        body.opens_answer,
-        bool(body.continue_final_message),
-        model.chat.template,
-        body.template_variables(),
-    )
+    try:
+        tokens = await asyncio.to_thread(  # a long chat must not stall the streams of others
+            tokenizer.chat_token_ids,
+            messages,
+            body.opens_answer,
+            bool(body.continue_final_message),
+            model.chat.template,
+            body.template_variables(),
+            most,
+        )
+    except PromptTooLongError as error:
+        raise renamed(error, {"prompt": "messages"}) from error
     if not tokens:
         raise RequestError("the chat template makes an empty prompt of this", "messages")
     return tokens[-(body.truncate_prompt_tokens or 0) :]
@@ -353,7 +378,7 @@ async def _events(
         finish = ""
     except CloverError as error:
         finish = "error"
-        yield event(classify(error)[1])
+        yield event(classify(job.renamed(error))[1])
         return
     finally:
         job.note(finish or None)

@@ -286,6 +286,9 @@ class StepDone(msgspec.Struct, array_like=True, tag="done"):
     in the plan's rows."""
     errors: dict[int, str] = {}
     """Why no token could be chosen for a row, by index in ``tokens``, where it stands for none."""
+    blamed: dict[int, str] = {}
+    """Of those errors that a request's own parameter is to blame for: its name, by the same index.
+    """
 
 
 class StepFailed(msgspec.Struct, array_like=True, tag="failed"):
