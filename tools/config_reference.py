@@ -25,7 +25,9 @@ HEAD = """# Configuration
 
 Every setting is a key of a section. Flags win over environment variables, which win over the file
 (`--config FILE`, YAML), which wins over the defaults. A variable is named `CLOVER_<SECTION>_<KEY>`;
-lists are separated by commas there. `cloverinfer serve --help` names the flags.
+lists are separated by commas there; one of that prefix that is no setting is told and changes
+nothing. A topology that is set over a file's counts of nodes leaves out those that it has none of,
+and says so. `cloverinfer serve --help` names the flags.
 
 ```yaml
 model: {model_path: smollm2-135m, dtype: bfloat16}

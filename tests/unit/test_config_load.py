@@ -70,9 +70,33 @@ def test_environment_text_becomes_the_fields_type(variable: str, text: str, valu
     assert getattr(cache, field) == value
 
 
-def test_variables_of_other_programs_are_left_alone() -> None:
-    others = {"CLOVER_TOKEN": "x", "CLOVER": "y", "CLOVER_CACHE": "/c", "CLOVER_LOG_LEVEL": "info"}
+def test_variables_of_other_programs_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    others = {
+        "CLOVER": "y", "CLOVER_CACHE": "/c", "CLOVER_LOG_LEVEL": "info",
+        "CLOVER_RDMA_DEVICES": "mlx5_0", "CLOVER_PORT": "tcp://10.0.0.1:8000",
+        "CLOVER_SERVICE_HOST": "10.0.0.1", "CLOVER_SERVE_SVC_SERVICE_PORT_HTTP": "8000",
+        "CLOVER_SERVER_PORT": "tcp://10.0.0.1:80", "CLOVER_SERVER_PORT_80_TCP_PROTO": "tcp",
+    }  # fmt: skip
     assert load_config(environ=others) == Config()
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("variable", "told"),
+    [
+        ("CLOVER_TOPOLOGY", "did you mean CLOVER_CLUSTER_TOPOLOGY?"),
+        ("CLOVER_PORT", "did you mean CLOVER_NETWORK_PORT or CLOVER_SERVER_PORT?"),
+        ("CLOVER_MAX_NUM_SEQ", "did you mean CLOVER_SCHEDULER_MAX_NUM_SEQS?"),
+        ("CLOVER_TOKEN", "is no setting of CloverInfer and changes nothing"),
+    ],
+)
+def test_a_variable_without_its_section_is_told(
+    variable: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load_config(environ={variable: "1"}) == Config()
+    (message,) = caplog.messages
+    assert message.startswith(variable)
+    assert told in message
 
 
 def test_a_variable_that_names_a_section_alone_is_told_of_its_settings() -> None:
@@ -153,8 +177,28 @@ def test_a_count_without_its_nodes_is_refused(topology: str, field: str, role: s
         load_config(overrides=flags, environ={})
     flags = {"cluster": {"topology": topology}}
     assert load_config(overrides=flags, environ={}).cluster.topology == topology
+    variables = {f"CLOVER_CLUSTER_{field.upper()}": "2", "CLOVER_CLUSTER_TOPOLOGY": topology}
     with pytest.raises(ConfigError, match=f"CLOVER_CLUSTER_{field.upper()}: "):
-        load_config(overrides=flags, environ={f"CLOVER_CLUSTER_{field.upper()}": "2"})
+        load_config(environ=variables)
+
+
+def test_a_topology_set_over_counts_leaves_out_those_that_it_lacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "cluster: {topology: pda, num_prefill_workers: 3, num_attention_nodes: 2}"
+    path = write(tmp_path, text)
+    config = load_config(path, {"cluster": {"topology": "pd"}}, environ={})
+    cluster = config.cluster
+    assert (cluster.topology, cluster.num_prefill_workers, cluster.num_attention_nodes) == (
+        "pd",
+        3,
+        1,
+    )
+    (message,) = caplog.messages
+    assert message.startswith(f"{path}: cluster.num_attention_nodes changes nothing")
+    path = write(tmp_path, f"{text}\nmodels: [{{name: a, cluster: {{topology: pd}}}}]")
+    (one,) = load_config(path, environ={}).models
+    assert (one.cluster.topology, one.cluster.num_attention_nodes) == ("pd", 1)
 
 
 def test_counts_that_the_topology_has_are_taken() -> None:

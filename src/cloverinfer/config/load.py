@@ -11,8 +11,10 @@ nothing here knows any.
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 import os
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,15 +23,21 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..core.errors import ConfigError
-from .cluster import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig
-from .network import NetworkConfig
+from .cluster import TOPOLOGIES, CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig
+from .network import RDMA_DEVICES, NetworkConfig
 from .orchestrator import OrchestratorConfig
 from .server import ChatConfig, ServerConfig
 from .yaml_file import read_yaml
 
+log = logging.getLogger(__name__)
 PREFIX = "CLOVER_"
-NO_SETTINGS = frozenset({"CLOVER_CACHE", "CLOVER_LOG_LEVEL"})
-"""Variables that are read elsewhere: a folder for models, the nodes' logs."""
+NO_SETTINGS = frozenset(
+    {"CLOVER_CACHE", "CLOVER_LOG_LEVEL", RDMA_DEVICES, "CLOVER_SERVICE", "CLOVER_VENV"}
+)
+"""Variables that are read elsewhere: a folder for models, the nodes' logs, a host's cards, and two
+of deployments."""
+_SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_[0-9]+_(TCP|UDP|SCTP)(_|$)")
+"""Variables that Kubernetes makes of the names of services, which may begin with ours."""
 SECRETS = ("secret", "api_key")
 """Fields whose values no error shows."""
 SECTIONS: dict[str, type[msgspec.Struct]] = {
@@ -96,20 +104,19 @@ def load_config(
     """
     base = _sourced(defaults or {}, "default")
     file, entries = _read_file(Path(path)) if path is not None else ({}, [])
-    inner = _sourced(file, str(path))
-    outer = _sourced({})
-    _merge_environment(outer, os.environ if environ is None else environ)
-    _merge(outer, overrides or {}, "flag")
-    whole = _served(base, [inner, outer])
-    server = _build(ServerConfig, "server", _over(base, [inner, outer]))
-    models = [_entry(i, entry, str(path), base, (inner, outer)) for i, entry in enumerate(entries)]
+    given = [_sourced(file, str(path)), _sourced({}), _sourced(overrides or {}, "flag")]
+    _merge_environment(given[1], os.environ if environ is None else environ)
+    given = _without_outranked(given)
+    whole = _served(base, given)
+    server = _build(ServerConfig, "server", _over(base, given))
+    models = [_entry(i, entry, str(path), base, given) for i, entry in enumerate(entries)]
     _check_names(models, server, str(path))
     return Config(
         model=whole.model,
         cluster=whole.cluster,
         chat=whole.chat,
         server=server,
-        orchestrator=_build(OrchestratorConfig, "orchestrator", _over(base, [inner, outer])),
+        orchestrator=_build(OrchestratorConfig, "orchestrator", _over(base, given)),
         models=tuple(models) or (msgspec.structs.replace(whole, names=server.served_model_name),),
     )
 
@@ -122,7 +129,7 @@ def _sourced(settings: Settings, source: str = "") -> _Sourced:
 
 def _over(base: _Sourced, given: Sequence[_Sourced]) -> _Sourced:
     """``base`` with what was given over it, later over earlier."""
-    values = {section: dict(fields) for section, fields in base.items()}
+    (values,) = _copies([base])
     for one in given:
         for section, fields in one.items():
             values[section].update(fields)
@@ -147,9 +154,7 @@ def _served(base: _Sourced, given: Sequence[_Sourced]) -> ServedModel:
     )
 
 
-def _entry(
-    i: int, entry: Any, path: str, base: _Sourced, given: tuple[_Sourced, _Sourced]
-) -> ServedModel:
+def _entry(i: int, entry: Any, path: str, base: _Sourced, given: Sequence[_Sourced]) -> ServedModel:
     """One model of a file's list: its sections win over the file's, flags and variables over
     both."""
     where = f"{path}: {MODELS}[{i}]"
@@ -163,12 +168,15 @@ def _entry(
     for one in ("server", "orchestrator"):
         if one in sections:
             raise ConfigError(f"{where}: {one} is a section of the whole file, not of one model")
-    inner, outer = given
-    if "model_path" in outer["model"]:
-        source = outer["model"]["model_path"][1]
-        raise ConfigError(f"{source}: model.model_path cannot be set where {path} lists {MODELS}")
+    inner, *outer = given
+    for layer in outer:
+        if "model_path" in layer["model"]:
+            source = layer["model"]["model_path"][1]
+            text = f"model.model_path cannot be set where {path} lists {MODELS}"
+            raise ConfigError(f"{source}: {text}")
     own = _sourced(_check_sections(where, sections), where)
-    return msgspec.structs.replace(_served(base, [inner, own, outer]), names=names)
+    layers = _without_outranked([inner, own, *outer])
+    return msgspec.structs.replace(_served(base, layers), names=names)
 
 
 def _check_names(models: Sequence[ServedModel], server: ServerConfig, path: str) -> None:
@@ -194,6 +202,26 @@ def check_node_counts(topology: str, given: Mapping[str, str]) -> None:
                 f"{_from(given[field])}cluster.{field}: topology {topology!r} has no {role} nodes "
                 f"of its own; leave the count out or use {' or '.join(topologies)}"
             )
+
+
+def _without_outranked(given: Sequence[_Sourced]) -> list[_Sourced]:
+    """``given``, later over earlier, less the counts of nodes that a topology set over them does
+    not have: a file's counts keep nobody from trying another topology. The log tells of them."""
+    topologies = [one["cluster"].get("topology", (None, "")) for one in given]
+    last = max((i for i, (value, _) in enumerate(topologies) if value in TOPOLOGIES), default=0)
+    topology = topologies[last][0]
+    kept = _copies(given)
+    for layer in kept[:last]:
+        for field, (role, having) in NODE_COUNTS.items():
+            if field in layer["cluster"] and topology not in having:
+                _, source = layer["cluster"].pop(field)
+                told = f"{_from(source)}cluster.{field} changes nothing: topology {topology!r}"
+                log.warning("%s, which is set over it, has no %s nodes of its own", told, role)
+    return kept
+
+
+def _copies(given: Sequence[_Sourced]) -> list[_Sourced]:
+    return [{section: dict(fields) for section, fields in one.items()} for one in given]
 
 
 def _read_file(path: Path) -> tuple[Settings, list[Any]]:
@@ -234,16 +262,13 @@ def _merge(into: _Sourced, settings: Settings, source: str) -> None:
 
 def _merge_environment(into: _Sourced, environ: Mapping[str, str]) -> None:
     for variable, text in sorted(environ.items()):
-        if not variable.startswith(PREFIX):
+        if not variable.startswith(PREFIX) or variable in NO_SETTINGS:
+            continue
+        if _SERVICE_LINK.search(variable) or text.startswith(("tcp://", "udp://")):
             continue
         section, _, name = variable[len(PREFIX) :].lower().partition("_")
-        if variable in NO_SETTINGS or not (name or section in SECTIONS):
-            continue
         if section not in SECTIONS:
-            # Other programs may have variables of this prefix; only a slip of the pen is ours.
-            close = difflib.get_close_matches(section, SECTIONS, 1, 0.75)
-            if close:
-                raise ConfigError(f"{variable}: unknown section {section!r}{hint(section, close)}")
+            _tell_unknown(variable, section if name else "")
             continue
         types = _field_types(section)
         if not name:
@@ -252,6 +277,20 @@ def _merge_environment(into: _Sourced, environ: Mapping[str, str]) -> None:
         if name not in types:
             raise ConfigError(_unknown_key(f"{variable}: ", section, name))
         into[section][name] = (_parse(variable, text, types[name]), variable)
+
+
+def _tell_unknown(variable: str, section: str) -> None:
+    """Other programs may have variables of this prefix, so only a slip of the pen in a section's
+    name is an error; of the others the log tells."""
+    close = difflib.get_close_matches(section, SECTIONS, 1, 0.75)
+    if close:
+        raise ConfigError(f"{variable}: unknown section {section!r}{hint(section, close)}")
+    name = variable[len(PREFIX) :].lower()
+    fields = [(one, field) for one in SECTIONS for field in _field_types(one)]
+    near = difflib.get_close_matches(name, [field for _, field in fields], 1, 0.75)
+    meant = [f"{PREFIX}{one}_{field}".upper() for one, field in fields if field in near]
+    text = f"; did you mean {' or '.join(meant)}?" if meant else ""
+    log.warning("%s is no setting of CloverInfer and changes nothing%s", variable, text)
 
 
 def _field_types(section: str) -> dict[str, Any]:
