@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -261,6 +262,15 @@ class FakeEngine:
         for courier in self._couriers():
             for wire in courier.wires.values():
                 wire.call(lambda: time.sleep(seconds))
+
+    def greet_again(self, decode: FakeEngine) -> None:
+        """Returns once it is done."""
+        done = threading.Event()
+        for worker in self.workers:
+            targets = worker.half._outbox._targets
+            targets._greet(targets.at("127.0.0.1", decode.port))
+            worker.half._courier.door.call(done.set)
+        assert done.wait(PATIENCE)
 
     def _couriers(self) -> list[Courier]:
         return [worker.half._courier for worker in self.workers]

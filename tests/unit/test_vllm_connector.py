@@ -204,6 +204,19 @@ def test_an_abort_at_prefill_leaves_its_other_transfers_alone(engines, transport
     assert decode.holds("d", 0, 64)
 
 
+def test_a_second_greeting_leaves_transfers_alone(engines):
+    """It is sent where the first was not answered at once, and may be late itself."""
+    prefill, decode = engines("prefill"), engines("decode")
+    begin(prefill, decode)
+    prefill.greet_again(decode)
+    prefill.step("p", 32, 32)
+    prefill.finish("p")
+    decode.until_loaded("d")
+    prefill.until_sent("p")
+    assert decode.bad == set()
+    assert decode.holds("d", 0, 64)
+
+
 def test_a_newer_attempt_takes_the_place_of_one_that_lives(engines):
     prefill, other, decode = engines("prefill"), engines("prefill"), engines("decode")
     decode.wait_for_remote("d", 64, "t")

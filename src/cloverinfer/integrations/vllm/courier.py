@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -23,7 +24,7 @@ from ...transport import capabilities as capabilities_of
 from ...transport.choice import ORDER
 from ...transport.registry import transport_names
 from ...transport.tcp import whoever_listens
-from .wire import Beat, Message, WireInfo, decode, encode
+from .wire import Beat, Message, WireInfo, Worker, decode, encode
 
 log = logging.getLogger(__name__)
 DOOR = "tcp"
@@ -195,6 +196,8 @@ class Courier:
         ``user.tick``. ``ConfigError`` where the meeting point's port is taken, since peers know it
         by its number."""
         self.wires: dict[str, Wire] = {}
+        self._known: dict[tuple[str | None, int | None], str] = {}
+        """Addresses of doors by host and port, of workers that have data go there too."""
         self._ticker = _Ticker(user.tick, tick)
         try:
             for each in (DOOR, *_data_wires(transport)):
@@ -223,12 +226,29 @@ class Courier:
             wire.start()
         self._ticker.start()
 
+    def learn(self, worker: Worker, place: tuple[str, int] | None = None) -> None:
+        """``worker`` is met at its door's address, and at ``place``: knocks go to it by the link
+        that is there. Over tcp a new one would end it, with what is being put over it."""
+        info = worker.wires.get(DOOR)
+        if info is not None:
+            parts = urlsplit(info.address)
+            for each in (place, (parts.hostname, parts.port)):
+                if each is not None:
+                    self._known[each] = info.address
+
     def knock(self, host: str, port: int, message: Message) -> None:
         """To the meeting point of another worker; what answers has an address of its own. In the
         door's thread. ``TransportError`` where nobody answers."""
-        endpoint = self.door.endpoint
+        endpoint, data = self.door.endpoint, encode(message)
+        known = self._known.get((host, port))
+        if known is not None:
+            try:
+                endpoint.send(endpoint.connect(known, CONNECT_SECONDS), data, SEND_SECONDS)
+                return
+            except TransportError:
+                del self._known[host, port]  # it has ended; another may be there by now
         peer = endpoint.connect(whoever_listens(host, port), CONNECT_SECONDS)
-        endpoint.send(peer, encode(message), SEND_SECONDS)
+        endpoint.send(peer, data, SEND_SECONDS)
 
     def close(self) -> None:
         self._ticker.close()

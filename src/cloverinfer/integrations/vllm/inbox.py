@@ -164,6 +164,7 @@ class Inbox:
             if known is None or known.address != address:
                 source = Source(worker, data, address, data.listened)
                 self._sources[worker.name] = source
+                self._courier.learn(worker)
         wire.reply(peer, Welcome(greeting.nonce, self._me, transport))
 
     def _source_at(self, wire: Wire, peer: Peer) -> Source | None:

@@ -84,12 +84,8 @@ class Targets:
                 self._greet(target)
 
     def give_up(self, place: tuple[str, int], message: GiveUp) -> None:
-        target = self._targets.get(place)
-        pusher = target.pusher if target is not None else None
-        if pusher is None:
-            self._courier.door.call(lambda: self._knock(place, message))
-        else:
-            pusher.wire.call(lambda: self._tell(pusher, place, message))
+        """Told at the meeting point, since a wire may be why."""
+        self._courier.door.call(lambda: self._knock(place, message))
 
     def welcomed(self, welcome: Welcome) -> None:
         target = self._by_nonce(welcome.nonce)
@@ -97,6 +93,7 @@ class Targets:
         if target is None or wire is None or target.worker is not None:
             return
         target.worker = welcome.worker
+        self._courier.learn(welcome.worker, target.place)
         self._callbacks.met(target)
         wire.call(lambda: self._connect(target, wire))
 
@@ -125,12 +122,6 @@ class Targets:
             self._courier.knock(*place, message)
         except TransportError as problem:
             log.info("nobody answers at %s:%d: %s", *place, problem)
-
-    def _tell(self, pusher: TargetPusher, place: tuple[str, int], message: GiveUp) -> None:
-        """At the meeting point only where the wire does not serve any more: where both are tcp, a
-        new connection ends the one before, and what others of its transfers put there."""
-        if not pusher.wire.tell(pusher.peer, message):
-            self._courier.door.call(lambda: self._knock(place, message))
 
     def _connect(self, target: Target, wire: Wire) -> None:
         assert target.worker is not None
