@@ -35,6 +35,12 @@ def test_wrong_settings_are_named(extra, says):
         settings_from(extra)
 
 
+@pytest.mark.parametrize(("named", "taken"), [("mlx5_0, mlx5_3", "mlx5_3"), ("", None)])
+def test_a_rank_takes_the_rdma_device_that_its_host_names_for_it(monkeypatch, named, taken):
+    monkeypatch.setenv("CLOVER_RDMA_DEVICES", named)
+    assert settings_from({}).network(3).rdma_device == taken
+
+
 def test_a_cache_that_others_reach_needs_a_secret(monkeypatch):
     monkeypatch.delenv("CLOVER_NETWORK_SECRET", raising=False)
     with pytest.raises(ConfigError, match="secret"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 
 import msgspec
 
@@ -23,6 +24,12 @@ _RDMA_LIMITS = {
     "rdma_service_level": (0, 15),
     "rdma_spin_us": (0, 1_000_000),
 }
+
+
+def rdma_devices() -> tuple[str, ...]:
+    """Of this host, as ``RDMA_DEVICES`` says; empty where it says nothing."""
+    names = os.environ.get(RDMA_DEVICES, "").split(",")
+    return tuple(name.strip() for name in names if name.strip())
 
 
 def _is_address(text: str | None) -> bool:

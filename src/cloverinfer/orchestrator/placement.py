@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from ..attention import gpus
-from ..config.network import RDMA_DEVICES, NetworkConfig
+from ..config.network import NetworkConfig, rdma_devices
 from ..core.errors import ConfigError
 from ..transport.choice import Offer, offer
 
@@ -20,12 +20,6 @@ _WILDCARDS = ("0.0.0.0", "::")
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0))
-
-
-def rdma_devices() -> tuple[str, ...]:
-    """Of this host, as ``RDMA_DEVICES`` says; empty where it says nothing."""
-    names = os.environ.get(RDMA_DEVICES, "").split(",")
-    return tuple(name.strip() for name in names if name.strip())
 
 
 def here(name: str, process: str | None, address: str = "") -> Place:

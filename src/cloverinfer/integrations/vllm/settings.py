@@ -11,7 +11,7 @@ from typing import Any, Union
 
 import msgspec
 
-from ...config.network import NetworkConfig
+from ...config.network import NetworkConfig, rdma_devices
 from ...core.errors import ConfigError, RequestError
 from ...transport import transport_names
 
@@ -62,19 +62,24 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return min(self.lease / 4, 1.0)
 
     def network(self, rank: int) -> NetworkConfig:
-        """``ConfigError`` where anybody could write into the cache."""
+        """Rank r takes the r-th of the host's RDMA devices, where the host names them.
+
+        ``ConfigError`` where anybody could write into the cache.
+        """
         secret = self.secret or os.environ.get(SECRET_VARIABLE) or None
         if secret is None and self.kv_host not in LOOPBACK:
             raise ConfigError(
                 f"kv_host is {self.kv_host}, which others reach: set secret, or "
                 f"{SECRET_VARIABLE} in the environment, to the same on every instance"
             )
+        devices = rdma_devices()
         return NetworkConfig(
             bind_host=self.kv_host,
             advertise_host=self.advertise_host,
             port=self.kv_port + rank,
             secret=secret,
             tcp_streams=self.tcp_streams,
+            rdma_device=devices[rank % len(devices)] if devices else None,
         )
 
 
