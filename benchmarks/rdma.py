@@ -8,36 +8,42 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import statistics
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 
 from cloverinfer.config.network import NetworkConfig
-from cloverinfer.transport import Endpoint, Slices, missing
+from cloverinfer.transport import RegionRef, Slices, missing
 from cloverinfer.transport.rdma import RdmaEndpoint
 
 ROOT = Path(__file__).parents[1]
-POST = ROOT / "build/bench/rdma_post"
-SOURCES = ["benchmarks/_rdma_post.cpp", "csrc/tcp/loop.cpp", "csrc/shm/bell.cpp"]
+POST, PING = ROOT / "build/bench/rdma_post", ROOT / "build/bench/rdma_ping"
+SOURCES = ["csrc/tcp/loop.cpp", "csrc/shm/bell.cpp"]
 DEVICES = os.environ.get("RDMA_DEVICES", "rx0,rx1").split(",")
 MEGABYTE, PAGE = 1 << 20, 4096
+SPIN_US = 1_000_000
+WARM = 5
 IN_FLIGHT = 8
 PATIENCE = 60.0
 Row = dict[str, object]
 
 
 def build() -> None:
-    """The program whose instructions are counted; outside the guest, where compiling is slow."""
+    """The programs without Python; outside the guest, where compiling is slow."""
     POST.parent.mkdir(parents=True, exist_ok=True)
     sources = [*SOURCES, *map(str, sorted((ROOT / "csrc/verbs").glob("*.cpp")))]
-    command = ["c++", "-std=c++17", "-O2", "-Icsrc", *sources, "-libverbs", "-pthread"]
-    subprocess.run([*command, "-o", POST], cwd=ROOT, check=True, timeout=600)
+    for program in (POST, PING):
+        options = ["-std=c++17", "-O2", "-Icsrc", f"benchmarks/_{program.name}.cpp", *sources]
+        command = ["c++", *options, "-libverbs", "-pthread", "-o", program]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=600)
 
 
 def perftest(tool: str, *options: str) -> float:
@@ -57,65 +63,97 @@ def perftest(tool: str, *options: str) -> float:
     return float(lines[-1][3 if tool.endswith("bw") else 4])
 
 
-class Lane:
-    """Endpoints of both devices in this process, with a region each and ranges both ways."""
+class End:
+    """An endpoint on a device, with a region, and ranges to the other end's."""
 
-    def __init__(self, nbytes: int, **fields: object) -> None:
-        self.ends: list[Endpoint] = [
-            RdmaEndpoint(name, NetworkConfig(rdma_device=name, **fields)) for name in DEVICES
-        ]
-        regions = [end.register(nbytes) for end in self.ends]
-        at, self.ranges = np.zeros(1, np.int64), []
-        for here, there in ((0, 1), (1, 0)):
-            peer = self.ends[here].connect(self.ends[there].address())
-            slices = Slices(regions[here], at, nbytes), Slices(regions[there].ref, at, nbytes)
-            self.ranges.append(self.ends[here].prepare(peer, *slices))
+    def __init__(self, device: str, nbytes: int, **fields: object) -> None:
+        network = NetworkConfig(rdma_device=device, secret="benchmark", **fields)
+        self.endpoint = RdmaEndpoint(device, network)
+        self.region = self.endpoint.register(nbytes)
         self.index = np.zeros((1, 2), np.int32)
 
-    def put(self, end: int, notice: int) -> None:
-        self.ends[end].put(self.ranges[end], self.index, notice)
+    def meet(self, there: RegionRef) -> None:
+        at = np.zeros(1, np.int64)
+        slices = Slices(self.region, at, there.nbytes), Slices(there, at, there.nbytes)
+        peer = self.endpoint.connect(there.address)
+        self.ranges = self.endpoint.prepare(peer, *slices)
 
-    def wait(self, end: int) -> None:
+    def put(self, notice: int) -> None:
+        self.endpoint.put(self.ranges, self.index, notice)
+
+    def wait(self) -> None:
         """For one notice."""
         deadline = time.monotonic() + PATIENCE
-        while not self.ends[end].poll(1.0).notices:
+        while not self.endpoint.poll(1.0).notices:
             assert time.monotonic() < deadline
-
-    def close(self) -> None:
-        for end in self.ends:
-            end.close()
 
 
 def bandwidth(puts: int) -> float:
     """MB/s (2^20) of puts of 1 MB, so many in flight, until the peer's card has them all."""
-    lane = Lane(MEGABYTE)
+    target, source = (End(device, MEGABYTE) for device in DEVICES)
+    source.meet(target.region.ref)
     begun, done = 0.0, -IN_FLIGHT  # the first ones warm up
     started = 0
     while done < puts:
         while started - done - IN_FLIGHT < IN_FLIGHT and started < puts + IN_FLIGHT:
-            lane.put(1, started)
+            source.put(started)
             started += 1
-        done += len(lane.ends[1].poll(PATIENCE).tickets)
+        done += len(source.endpoint.poll(PATIENCE).tickets)
         if done >= 0 and not begun:
             begun, counted = time.perf_counter(), done
     seconds = time.perf_counter() - begun
-    lane.close()
+    source.endpoint.close()
+    target.endpoint.close()
     return (puts - counted) / seconds
 
 
 def latency(rounds: int) -> float:
-    """Microseconds one way, half a round trip of a put of 4 KB with its notice, at the median."""
-    lane = Lane(PAGE, rdma_spin_us=1_000_000)
-    times = []
-    for number in range(rounds):
-        begun = time.perf_counter()
-        lane.put(0, number)
-        lane.wait(1)
-        lane.put(1, number)
-        lane.wait(0)
-        times.append((time.perf_counter() - begun) / 2)
-    lane.close()
-    return statistics.median(times) * 1e6
+    """Microseconds one way, half a round trip of a put of 4 KB with its notice, at the median;
+    between two processes, as perftest's are."""
+    here, there = multiprocessing.Pipe()
+    other = multiprocessing.get_context("fork").Process(target=echo, args=(there, rounds))
+    other.start()
+    try:
+        end = met(here, DEVICES[0])
+        times = []
+        for number in range(rounds + WARM):
+            begun = time.perf_counter()
+            end.put(number)
+            end.wait()
+            times.append((time.perf_counter() - begun) / 2)
+        here.send(None)
+        end.endpoint.close()
+        other.join(PATIENCE)
+        assert other.exitcode == 0
+    finally:
+        other.kill()
+    return statistics.median(times[WARM:]) * 1e6
+
+
+def echo(pipe: Connection, rounds: int) -> None:
+    """The other process of ``latency``."""
+    end = met(pipe, DEVICES[1])
+    for number in range(rounds + WARM):
+        end.wait()
+        end.put(number)
+    assert pipe.poll(PATIENCE)
+    end.endpoint.close()
+
+
+def met(pipe: Connection, device: str) -> End:
+    """An end that knows the one at the other end of ``pipe``."""
+    end = End(device, PAGE, rdma_spin_us=SPIN_US)
+    pipe.send(end.region.ref)
+    assert pipe.poll(PATIENCE)
+    end.meet(pipe.recv())
+    return end
+
+
+def native_latency(how: str, rounds: int) -> float:
+    """The same without Python: ``engine``, or ``bare`` verbs."""
+    command = [PING, how, str(rounds), *DEVICES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    return float(done.stdout)
 
 
 def instructions(how: str, blocks: int) -> int:
@@ -137,13 +175,23 @@ def per_block(how: str) -> float:
 
 def measure(quick: bool, count: bool) -> list[Row]:
     rounds = 1 if quick else 3
-    puts, times = (24, 50) if quick else (48, 200)
+    puts, times = (24, 200) if quick else (48, 1000)
     sizes = ("-s", str(MEGABYTE), "-n", str(puts), "-t", str(IN_FLIGHT))
     ours = [(perftest("ib_write_bw", *sizes), bandwidth(puts)) for _ in range(rounds)]
     rows = [row("put of 1 MB", "MB/s", "ib_write_bw", ours)]
     sizes = ("-s", str(PAGE), "-n", str(times))
-    both = [(perftest("ib_write_lat", *sizes), latency(times)) for _ in range(rounds)]
-    rows.append(row("put of 4 KB, one way", "us", "ib_write_lat", both))
+    ways = {
+        "bare verbs": lambda: native_latency("bare", times),
+        "the engine": lambda: native_latency("engine", times),
+        "endpoints in Python": lambda: latency(times),
+    }
+    runs = [
+        (perftest("ib_write_lat", *sizes), [measured() for measured in ways.values()])
+        for _ in range(rounds)
+    ]
+    for i, name in enumerate(ways):
+        both = [(theirs, ours[i]) for theirs, ours in runs]
+        rows.append(row(f"put of 4 KB one way, {name}", "us", "ib_write_lat", both))
     if count and Path("/usr/bin/valgrind").exists():
         counts = [(per_block("bare"), per_block("engine"))]
         rows.append(row("block of 64 KB", "instructions", "bare loop", counts))
@@ -177,7 +225,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     reason = missing("rdma")
-    if not POST.exists():
+    if not (POST.exists() and PING.exists()):
         build()
     if reason and "no RDMA device" not in reason:
         print(f"rdma is not measured: {reason}")

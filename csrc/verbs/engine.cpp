@@ -8,6 +8,7 @@ namespace {
 
 constexpr int64_t kRevokeNs = 1'000'000'000;  // that peers have to finish puts to a region
 constexpr size_t kMostEvents = 64;
+constexpr int64_t kLeaseNs = 5'000'000;  // that queues stay unarmed for a thread that spun on them
 
 }  // namespace
 
@@ -15,7 +16,7 @@ Engine::Engine(const Settings& settings)
     : context_(settings),
       poller_(context_, {[this](uint64_t link) { completed(link); },
                          [this](ibv_event_type event, uint64_t link) { happened(event, link); },
-                         [this](int64_t now) { return expire(now); }}) {}
+                         [this](int64_t now) { return turned(now); }}) {}
 
 Engine::~Engine() { close(0); }
 
@@ -54,6 +55,7 @@ Status Engine::add_outgoing(tcp::Fd socket, int64_t deadline_ns, uint64_t* link)
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     out_.emplace(id, made);
+    ++changes_;
   }
   made->progress(true);  // an event before it stood in the table was nobody's
   *link = id;
@@ -66,6 +68,7 @@ void Engine::drop_outgoing(uint64_t link) {
   dropped->fail(Status::kDropped);
   const std::lock_guard<std::mutex> lock(mutex_);
   out_.erase(link);
+  ++changes_;
 }
 
 uint64_t Engine::add_incoming(tcp::Fd socket) {
@@ -75,6 +78,7 @@ uint64_t Engine::add_incoming(tcp::Fd socket) {
   auto link =
       std::make_shared<InLink>(id, context_, poller_.loop(), &receiving_, std::move(socket));
   in_.emplace(id, link);
+  ++changes_;
   link->start();
   return id;
 }
@@ -110,10 +114,8 @@ Status Engine::query(uint64_t link, uint64_t region, uint64_t nbytes, int64_t de
 }
 
 Arrivals Engine::poll(int64_t timeout_ns) {
-  const int64_t spin_ns =
-      std::min<int64_t>(context_.settings().spin_us * int64_t{1000}, timeout_ns);
-  Arrivals arrivals = spin_ns > 0 ? spin(tcp::now_ns() + spin_ns) : Arrivals();
-  if (arrivals.empty()) arrivals = receiving_.inbox.poll(timeout_ns - spin_ns);
+  Arrivals arrivals =
+      context_.settings().spin_us > 0 ? spin(timeout_ns) : receiving_.inbox.poll(timeout_ns);
   if (arrivals.were_full) {
     for (const std::shared_ptr<InLink>& link : all_incoming()) link->resume();
   }
@@ -121,34 +123,75 @@ Arrivals Engine::poll(int64_t timeout_ns) {
     if (event.kind != shm::Event::Kind::kGone) continue;
     const std::lock_guard<std::mutex> lock(mutex_);
     in_.erase(event.link);
+    ++changes_;
   }
   return arrivals;
 }
 
-// Looks at every queue until something is there. Meanwhile the poller leaves queues unarmed, so
-// that it is not woken for what this thread sees first; then they are armed again.
-Arrivals Engine::spin(int64_t until_ns) {
-  ++spinning_;
+// Looks at every queue until something is there, and asleep after the time for that. Meanwhile, and
+// for a while after it found something, queues are not armed, so that the poller is not woken for
+// what this thread sees first.
+Arrivals Engine::spin(int64_t timeout_ns) {
+  const std::unique_lock<std::mutex> alone(polling_, std::try_to_lock);
+  if (!alone.owns_lock()) return receiving_.inbox.poll(timeout_ns);
+  const int64_t before = driven_until_ns_.exchange(tcp::kNever);
+  const int64_t begun = tcp::now_ns();
+  const int64_t until =
+      begun + std::min<int64_t>(context_.settings().spin_us * int64_t{1000}, timeout_ns);
   Arrivals arrivals;
+  int64_t now = begun;
   do {
-    progress_all(false);
+    look_at_all();
     arrivals = receiving_.inbox.poll(0);
-  } while (arrivals.empty() && tcp::now_ns() < until_ns);
-  if (--spinning_ == 0) progress_all(true);
+    now = tcp::now_ns();
+  } while (arrivals.empty() && now < until);
+  if (arrivals.empty() && now - begun < timeout_ns) {
+    driven_until_ns_ = 0;
+    arm_all();
+    return receiving_.inbox.poll(timeout_ns - (now - begun));
+  }
+  driven_until_ns_ = now + kLeaseNs;
+  if (before == 0) poller_.loop()->post([] {});  // to see when that is over
   return arrivals;
 }
 
-void Engine::progress_all(bool arm) {
-  for (const std::shared_ptr<OutLink>& link : all_outgoing()) link->progress(arm);
-  for (const std::shared_ptr<InLink>& link : all_incoming()) link->progress(arm);
+void Engine::look_at_all() {
+  if (seen_ != changes_) {
+    seen_ = changes_;
+    seen_out_ = all_outgoing();
+    seen_in_ = all_incoming();
+  }
+  for (const std::shared_ptr<OutLink>& link : seen_out_) link->look();
+  for (const std::shared_ptr<InLink>& link : seen_in_) link->look();
+}
+
+void Engine::arm_all() {
+  for (const std::shared_ptr<OutLink>& link : all_outgoing()) link->progress(true);
+  for (const std::shared_ptr<InLink>& link : all_incoming()) link->progress(true);
+}
+
+// The poller takes queues back that nobody has looked at for a while.
+int64_t Engine::turned(int64_t now) {
+  const int64_t next = expire(now);
+  int64_t until = driven_until_ns_;
+  if (until == 0) return next;
+  if (now < until && until != tcp::kNever) return std::min(next, until);
+  if (until == tcp::kNever || !driven_until_ns_.compare_exchange_strong(until, 0)) {
+    return std::min(next, now + kLeaseNs);
+  }
+  arm_all();
+  return next;
 }
 
 void Engine::completed(uint64_t link) {
-  const bool arm = spinning_.load() == 0;
+  // Who stops to look at queues says so, then arms all that are not: either this thread sees the
+  // one, or that thread the other.
   if (const std::shared_ptr<OutLink> out = outgoing(link)) {
-    out->progress(arm);
+    out->disarmed();
+    out->progress(driven_until_ns_ == 0);
   } else if (const std::shared_ptr<InLink> in = incoming(link)) {
-    in->progress(arm);
+    in->disarmed();
+    in->progress(driven_until_ns_ == 0);
   }
 }
 
@@ -203,6 +246,7 @@ void Engine::close(int64_t timeout_ns) {
   const std::lock_guard<std::mutex> lock(mutex_);
   out_.clear();
   in_.clear();
+  ++changes_;
 }
 
 std::shared_ptr<OutLink> Engine::outgoing(uint64_t link) {

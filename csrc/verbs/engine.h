@@ -68,13 +68,22 @@ class Engine {
   std::vector<std::shared_ptr<InLink>> all_incoming();
   void completed(uint64_t link);
   void happened(ibv_event_type event, uint64_t link);
+  int64_t turned(int64_t now);
   int64_t expire(int64_t now);
-  Arrivals spin(int64_t until_ns);
-  void progress_all(bool arm);
+  Arrivals spin(int64_t timeout_ns);
+  void look_at_all();
+  void arm_all();
 
   Context context_;
   Receiving receiving_;
-  std::atomic<int> spinning_{0};  // threads that look at every queue themselves
+  // Who looks at the queues. 0: the poller, which each completion wakes. kNever: a thread that
+  // polls. Else that thread, which is likely to be back by then.
+  std::atomic<int64_t> driven_until_ns_{0};
+  std::mutex polling_;  // of the thread that spins, and what follows
+  uint64_t seen_ = 0;   // the table of links as of then
+  std::vector<std::shared_ptr<OutLink>> seen_out_;
+  std::vector<std::shared_ptr<InLink>> seen_in_;
+  std::atomic<uint64_t> changes_{1};  // of the table of links
   std::mutex mutex_;
   bool closed_ = false;
   bool failed_ = false;  // the device

@@ -14,6 +14,7 @@ namespace clover::verbs {
 namespace {
 
 constexpr uint32_t kBuffers = 256;
+constexpr size_t kAtOnce = 32;    // buffers, at the least, that the device gets back
 constexpr int kCompletions = 32;  // looked at in one call
 
 }  // namespace
@@ -101,10 +102,25 @@ void InLink::answer(const Find& find) {
 
 void InLink::progress(bool arm) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  advance(arm);
+}
+
+void InLink::disarmed() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  armed_ = false;
+}
+
+void InLink::look() {
+  const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (lock.owns_lock()) advance(false);
+}
+
+void InLink::advance(bool arm) {
   if (ended_ || cq_ == nullptr) return;
   reap();
-  // What completes between the last look and the arming is seen by the second look.
-  if (arm && !ended_ && ibv_req_notify_cq(cq_.get(), 0) == 0) reap();
+  if (!arm || armed_ || ended_) return;
+  armed_ = ibv_req_notify_cq(cq_.get(), 0) == 0;
+  reap();  // what completed between the last look and the arming wakes nobody
 }
 
 void InLink::reap() {
@@ -148,7 +164,7 @@ bool InLink::deliver(const ibv_wc& completion) {
 // Hands free buffers to the device, unless so much waits to be polled that the peer should wait:
 // its device tries again until there is a buffer.
 bool InLink::provide() {
-  if (receiving_->inbox.full()) return true;
+  if (free_.size() < kAtOnce || receiving_->inbox.full()) return true;
   std::array<ibv_recv_wr, kCompletions> requests;
   std::array<ibv_sge, kCompletions> pieces;
   while (!free_.empty()) {

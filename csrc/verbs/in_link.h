@@ -38,7 +38,12 @@ class InLink : public tcp::Loop::Handler, public std::enable_shared_from_this<In
 
   void start();
   void ready(uint32_t events) override;
+  // Looks at completions; `arm`: has the next one wake the poller.
   void progress(bool arm);
+  // The poller was woken, which it is once.
+  void disarmed();
+  // `progress` for a thread that spins: at once, and not at all where another thread does it.
+  void look();
   // Gives buffers back to the device after the inbox was full.
   void resume() { progress(false); }
   // Ends it; once this returns nothing is written for it any more.
@@ -53,6 +58,7 @@ class InLink : public tcp::Loop::Handler, public std::enable_shared_from_this<In
   void set_up(const Setup& setup);
   void make_pairs(const Setup& setup);
   void answer(const Find& find);
+  void advance(bool arm);
   void reap();
   bool deliver(const ibv_wc& completion);
   bool provide();
@@ -68,6 +74,7 @@ class InLink : public tcp::Loop::Handler, public std::enable_shared_from_this<In
   std::vector<std::byte> buffers_;  // for parts of messages; notices use one up as well
   std::unique_ptr<MemoryRegion> memory_;
   OwnedCq cq_;
+  bool armed_ = false;                     // the next completion wakes the poller
   std::vector<QueuePair> pairs_;           // go before the queue
   std::vector<uint32_t> free_;             // buffers that the device does not have
   std::string message_;                    // what has arrived of one

@@ -64,11 +64,13 @@ bool OutLink::has_room(const Op& op) const {
 }
 
 Status OutLink::submit(std::unique_ptr<Op>* op, int64_t give_up_ns) {
+  ++submitting_;
+  std::unique_lock<std::mutex> lock(mutex_);
+  --submitting_;
   if (!(*op)->is_message) {
-    const Status status = resolve(op->get(), give_up_ns);
+    const Status status = resolve(&lock, op->get(), give_up_ns);
     if (status != Status::kOk) return status;
   }
-  std::unique_lock<std::mutex> lock(mutex_);
   const auto free = [&] { return state_ != Status::kOk || has_room(**op); };
   if (!changed_.wait_for(lock, until(give_up_ns), free)) return Status::kTimeout;
   if (state_ != Status::kOk) return state_;
@@ -82,15 +84,17 @@ Status OutLink::submit(std::unique_ptr<Op>* op, int64_t give_up_ns) {
     loop_->post([] {});  // it may have meant to sleep for longer
   }
   waiting_.push_back(std::move(*op));
+  pending_ = true;
+  if (waiting_.size() > 1) return Status::kOk;
+  pump();
   // Completions make room for what does not fit now; the poller posts it then.
-  if (waiting_.size() == 1) pump();
+  if (!waiting_.empty()) advance(true);
   return Status::kOk;
 }
 
-Status OutLink::resolve(Op* op, int64_t deadline_ns) {
-  const Status status = find(op->region, op->region_bytes, deadline_ns);
+Status OutLink::resolve(std::unique_lock<std::mutex>* lock, Op* op, int64_t deadline_ns) {
+  const Status status = find_locked(lock, {0, op->region, op->region_bytes}, deadline_ns);
   if (status != Status::kOk) return status;
-  const std::lock_guard<std::mutex> lock(mutex_);
   const Target& target = targets_.at(op->region);
   op->remote_base = target.address;
   op->rkey = target.rkey;
@@ -99,6 +103,13 @@ Status OutLink::resolve(Op* op, int64_t deadline_ns) {
 
 Status OutLink::find(uint64_t region, uint64_t nbytes, int64_t deadline_ns) {
   std::unique_lock<std::mutex> lock(mutex_);
+  return find_locked(&lock, {0, region, nbytes}, deadline_ns);
+}
+
+Status OutLink::find_locked(std::unique_lock<std::mutex>* lock, const Find& wanted,
+                            int64_t deadline_ns) {
+  const uint64_t region = wanted.region;
+  const uint64_t nbytes = wanted.nbytes;
   if (state_ != Status::kOk) return state_;
   const auto known = targets_.find(region);
   if (known != targets_.end()) {
@@ -109,7 +120,7 @@ Status OutLink::find(uint64_t region, uint64_t nbytes, int64_t deadline_ns) {
   questions_[number] = Found{};
   if (!channel_.write(Kind::kFind, Find{number, region, nbytes})) return Status::kPeerGone;
   const auto answered = [&] { return state_ != Status::kOk || questions_.at(number).number != 0; };
-  const bool in_time = changed_.wait_for(lock, until(deadline_ns), answered);
+  const bool in_time = changed_.wait_for(*lock, until(deadline_ns), answered);
   const Found found = questions_.at(number);
   questions_.erase(number);
   if (!in_time) return Status::kTimeout;
@@ -122,10 +133,29 @@ Status OutLink::find(uint64_t region, uint64_t nbytes, int64_t deadline_ns) {
 
 void OutLink::progress(bool arm) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  advance(arm);
+}
+
+void OutLink::disarmed() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  armed_ = false;
+}
+
+void OutLink::look() {
+  if (!pending_ || submitting_ > 0) return;
+  const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (lock.owns_lock()) advance(false);
+}
+
+void OutLink::advance(bool arm) {
   if (state_ != Status::kOk) return;
   reap();
-  // What completes between the last look and the arming is seen by the second look.
-  if (arm && state_ == Status::kOk && ibv_req_notify_cq(cq_.get(), 0) == 0) reap();
+  pump();
+  // Nobody may look for a while, and these cannot wait for that.
+  arm = arm || !waiting_.empty() || !revoking_.empty() || draining_ > 0;
+  if (!arm || armed_ || state_ != Status::kOk) return;
+  armed_ = ibv_req_notify_cq(cq_.get(), 0) == 0;
+  reap();  // what completed between the last look and the arming wakes nobody
   pump();
 }
 
@@ -153,6 +183,7 @@ void OutLink::reap() {
       if (!flying_.front()->is_message) finished.push_back({flying_.front()->id, Status::kOk});
       flying_.pop_front();
     }
+    pending_ = !flying_.empty() || !waiting_.empty();
     inbox_->push(finished);
     if (!revoking_.empty()) answer_revocations();
     changed_.notify_all();
@@ -301,6 +332,7 @@ void OutLink::fail_locked(Status status, uint64_t late) {
   }
   flying_.clear();
   waiting_.clear();
+  pending_ = false;
   inbox_->push(finished);
   loop_->retire(channel_.end());
   changed_.notify_all();
@@ -314,7 +346,11 @@ Status OutLink::state() {
 bool OutLink::drain(int64_t until_ns) {
   std::unique_lock<std::mutex> lock(mutex_);
   const auto done = [&] { return state_ != Status::kOk || (waiting_.empty() && flying_.empty()); };
-  return changed_.wait_for(lock, until(until_ns), done);
+  ++draining_;
+  advance(true);
+  const bool drained = changed_.wait_for(lock, until(until_ns), done);
+  --draining_;
+  return drained;
 }
 
 void OutLink::ready(uint32_t) {
@@ -353,7 +389,7 @@ void OutLink::revoke(uint64_t region) {
   inbox_->push(finished);
   revoking_.push_back(region);
   answer_revocations();
-  pump();
+  advance(false);
 }
 
 bool OutLink::is_pending(uint64_t region) const {

@@ -8,6 +8,7 @@
 // are gone: the device then neither reads local memory for it nor sends any more.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -49,6 +50,11 @@ class OutLink : public tcp::Loop::Handler, public std::enable_shared_from_this<O
 
   // Looks at completions; `arm`: has the next one wake the poller.
   void progress(bool arm);
+  // The poller was woken, which it is once.
+  void disarmed();
+  // `progress` for a thread that spins: at once, and not at all where nothing is pending or another
+  // thread is at it.
+  void look();
   // The control connection has something to read, or has ended.
   void ready(uint32_t events) override;
   // Fails what is past its deadline; returns the next deadline.
@@ -66,6 +72,8 @@ class OutLink : public tcp::Loop::Handler, public std::enable_shared_from_this<O
     bool closed;
   };
 
+  Status find_locked(std::unique_lock<std::mutex>* lock, const Find& wanted, int64_t deadline_ns);
+  void advance(bool arm);
   void reap();
   void pump();
   bool post(Op* op);
@@ -74,7 +82,7 @@ class OutLink : public tcp::Loop::Handler, public std::enable_shared_from_this<O
   bool post_message(Op* op);
   void post_notice(Op* op);
   bool nothing_on_its_way() const;
-  Status resolve(Op* op, int64_t deadline_ns);
+  Status resolve(std::unique_lock<std::mutex>* lock, Op* op, int64_t deadline_ns);
   void take(const Frame& frame);
   void revoke(uint64_t region);
   bool is_pending(uint64_t region) const;
@@ -87,6 +95,8 @@ class OutLink : public tcp::Loop::Handler, public std::enable_shared_from_this<O
   tcp::Loop* const loop_;
   Inbox* const inbox_;
   Channel channel_;
+  std::atomic<int> submitting_{0};    // threads that want the mutex: who spins lets them have it
+  std::atomic<bool> pending_{false};  // whether any op is; written under the mutex
   std::mutex mutex_;
   std::condition_variable changed_;  // room for an op, or an answer
   std::vector<std::byte> chunks_;    // messages as they are sent
@@ -94,6 +104,7 @@ class OutLink : public tcp::Loop::Handler, public std::enable_shared_from_this<O
   std::vector<uint64_t> chunk_requests_;  // the request that reads each chunk last
   size_t next_chunk_ = 0;
   OwnedCq cq_;
+  bool armed_ = false;                       // the next completion wakes the poller
   std::vector<QueuePair> pairs_;             // go before the queue
   std::deque<std::unique_ptr<Op>> waiting_;  // in order; only the first may have started
   std::deque<std::unique_ptr<Op>> flying_;   // posted whole
@@ -104,6 +115,7 @@ class OutLink : public tcp::Loop::Handler, public std::enable_shared_from_this<O
   uint64_t next_serial_ = 1;
   int64_t earliest_ns_ = tcp::kNever;  // no pending op's deadline is before it
   std::vector<uint64_t> revoking_;     // regions whose owner waits for our last put to them
+  int draining_ = 0;                   // threads that wait until nothing is pending
   Status state_ = Status::kOk;
 };
 

@@ -32,7 +32,7 @@ from tests.transport_kit import (
 
 from cloverinfer.config.network import NetworkConfig
 from cloverinfer.core.errors import DeadlineError, TransportError
-from cloverinfer.transport import missing
+from cloverinfer.transport import Ticket, missing
 from cloverinfer.transport.rdma import RdmaEndpoint
 
 pytestmark = pytest.mark.skipif(bool(missing("rdma")), reason=missing("rdma"))
@@ -74,8 +74,9 @@ def fill(way: Way, seed: int = 1) -> np.ndarray:
         {"rdma_queue_depth": 2, "rdma_signal_every": 1},
         {"rdma_queue_depth": 8, "rdma_signal_every": 8},
         {"rdma_queue_depth": 64, "rdma_signal_every": 16, "rdma_block_size": 4096},
+        {"rdma_queue_depth": 4, "rdma_signal_every": 4, "rdma_spin_us": 50_000},
     ],
-    ids=["two", "eight", "small-blocks"],
+    ids=["two", "eight", "small-blocks", "spinning"],
 )
 def test_scattered_blocks_of_one_put_wait_for_room(pair: MakePair, fields: dict[str, int]) -> None:
     count, length = 1000, 1000
@@ -122,6 +123,64 @@ def test_puts_with_a_spinning_poll(pair: MakePair) -> None:
         assert [n for _, n in collect(b, notices=1).notices] == [notice]
     way.expect(array(way.source))
     assert not a.poll(0.01)
+    assert not a.poll(0)
+    way.put(20)
+    until(lambda: [n for _, n in b.poll(0).notices] == [20])
+
+
+def test_what_comes_after_the_spinning_wakes_who_sleeps(pair: MakePair) -> None:
+    a, b = pair(rdma_spin_us=500)
+    way = Way(a, b, nbytes=4096)
+    for notice in range(12):  # before, at about, and after the end of spinning and of what follows
+        sender = threading.Timer(notice * 1e-3, a.put, (way.ranges, rows((0, 0)), notice))
+        sender.start()
+        assert [n for _, n in collect(b, notices=1).notices] == [notice]
+        sender.join(PATIENCE)
+        assert a.poll(PATIENCE).tickets
+
+
+def test_puts_without_room_go_out_though_nobody_polls_after_spinning(pair: MakePair) -> None:
+    a, b = pair(rdma_spin_us=1_000_000, rdma_queue_depth=2, rdma_signal_every=2)
+    way = Way(a, b, nbytes=1 << 16, length=1 << 10)
+    every = np.repeat(np.arange(64, dtype=np.int32)[:, None], 2, axis=1)
+    fill(way)
+    way.put(1)
+    for notice in range(2, 6):
+        way.start(notice, every)
+    a.send(way.peer, bytes(300_000))
+    assert [n for _, n in collect(b, notices=5, messages=1).notices] == [1, 2, 3, 4, 5]
+    way.expect(array(way.source))
+
+
+def test_threads_put_while_another_spins(pair: MakePair) -> None:
+    count, each = 4, 25
+    a, b = pair(rdma_spin_us=1_000_000, rdma_queue_depth=4, rdma_signal_every=2)
+    way = Way(a, b, nbytes=1 << 16, length=1 << 12)
+    source = fill(way)
+    finished: list[Ticket] = []
+
+    def spin() -> None:
+        end = time.monotonic() + PATIENCE
+        while len(finished) < count * each and time.monotonic() < end:
+            finished.extend(a.poll(0.05).tickets)
+
+    def put(thread: int) -> None:
+        for i in range(each):
+            a.put(way.ranges, rows((i % 16, i % 16)), thread * each + i)
+
+    threads = [threading.Thread(target=spin)]
+    threads += [threading.Thread(target=put, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    notices = [n for _, n in collect(b, notices=count * each).notices]
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert sorted(notices) == list(range(count * each))
+    for i in range(count):  # a thread's own stay in order
+        assert [n for n in notices if n // each == i] == list(range(i * each, (i + 1) * each))
+    assert [ticket.error for ticket in finished] == [None] * count * each
+    way.expect(source)
 
 
 # -- devices and GIDs
@@ -210,8 +269,9 @@ def test_paging_on_demand_is_refused_where_the_device_does_not() -> None:
 # -- regions that go, and failures
 
 
-def test_closing_a_region_spares_other_puts_of_its_link(pair: MakePair) -> None:
-    a, b = pair()
+@pytest.mark.parametrize("spin_us", [0, 20_000])
+def test_closing_a_region_spares_other_puts_of_its_link(pair: MakePair, spin_us: int) -> None:
+    a, b = pair(rdma_spin_us=spin_us)
     kept, closed = Way(a, b, nbytes=1 << 20), Way(a, b, nbytes=1 << 20)
     fill(kept)
     link = kept.peer.link  # type: ignore[attr-defined]
