@@ -98,7 +98,7 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """InfiniBand service level, or RoCE priority, of all packets, 0 to 15."""
     rdma_spin_us: int = 0
     """Microseconds that ``poll`` looks at the completion queues itself before it sleeps, 0 to
-    1000000: lower latency for a core's time, as nothing has to wake anybody. 0: it sleeps at once."""
+    1000000: lower latency for a core's time, as nothing has to be woken. 0: it sleeps at once."""
     rdma_on_demand_paging: bool = False
     """Registers memory without locking it, where the device can (ODP). Without it all pools count
     against the limit on locked memory."""
