@@ -15,7 +15,7 @@ SCRIPTS = {
     "vllm": "_peer_vllm.py",
     "llama.cpp": "_peer_llama_cpp.py",
 }
-KERNELS = {"llama.cpp": "_peer_ggml.py"}
+KERNELS = {"llama.cpp": "_peer_ggml.py", "vllm": "_peer_vllm_attention.py"}
 """Attention kernels of other engines."""
 
 

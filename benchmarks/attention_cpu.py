@@ -3,10 +3,14 @@
 One token of each request attends over a context of its own, through the backend. The KV is cold:
 calls rotate over block tables that name, in random order, more than twice the last-level cache. The
 floor is the KV's bytes over the read bandwidth, or the multiply-adds over their peak, whichever is
-longer; the bandwidth is measured beside every row, as on a shared machine it moves.
+longer. On a shared machine the bandwidth moves, so it is measured before and after every round of
+calls: `of floor` is the median of the rounds' ratios, each to the bandwidth of its own time.
 
-Peers get keys and values that lie in order: ``sdpa`` is PyTorch's kernel (in bfloat16 for int8
-rows), ``--peer llama.cpp=PYTHON`` adds ggml's flash attention (q8_0 for int8).
+Peers: ``sdpa`` is PyTorch's kernel, over keys and values that lie in order (in bfloat16 for int8
+rows); ``--peer llama.cpp=PYTHON`` adds ggml's flash attention, in order too (q8_0 for int8), and
+``--peer vllm=PYTHON`` vLLM's, over blocks (bfloat16 for int8).
+
+A grid takes long; ``--part 2/5`` runs its second fifth, ``--merge`` prints what ``--json`` wrote.
 
     python benchmarks/attention_cpu.py --rows 'b16-c4k-*' --peer llama.cpp=/path/to/venv/bin/python
 
@@ -17,9 +21,11 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import json
 import mmap
 import os
 import re
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +40,7 @@ from cloverinfer.kvcache.layout import KVSpec, PoolLayout, blocks_for
 
 BATCHES = (1, 4, 16, 64)
 CONTEXTS = {"128": 128, "1k": 1024, "4k": 4096, "16k": 16384}
-HEADS = ((9, 3, 64), (32, 8, 128), (32, 32, 128), (64, 8, 128))
+HEADS = ((9, 3, 64), (32, 8, 96), (32, 8, 128), (32, 32, 128), (64, 8, 128))
 DTYPES = ("bfloat16", "float16", "float32", "int8")
 QUICK = "b4-c1k-*-bfloat16"
 BLOCK = 32
@@ -176,13 +182,27 @@ class Probe:
         return self._data.nbytes / (time.perf_counter() - started)
 
 
-def measured(rotation: Rotation, probe: Probe) -> tuple[float, float]:
-    """Seconds of a call and the bandwidth: the best of rounds that take turns."""
-    seconds, bandwidth = [], [probe()]
+@dataclass(frozen=True)
+class Rounds:
+    """Seconds of a call in each round, and the bandwidth around it in bytes per second."""
+
+    seconds: list[float]
+    bandwidth: list[float]
+
+    def of_floor(self, nbytes: int, least: float) -> float:
+        """The floor over what was measured; ``least`` is what the multiply-adds take."""
+        rounds = zip(self.seconds, self.bandwidth, strict=True)
+        return statistics.median(max(nbytes / bandwidth, least) / s for s, bandwidth in rounds)
+
+
+def measured(rotation: Rotation, probe: Probe) -> Rounds:
+    """Calls and probes take turns; a round's bandwidth is the mean of those around it."""
+    seconds, probed = [], [probe()]
     for _ in range(ROUNDS):
         seconds.append(rotation.seconds())
-        bandwidth.append(probe())
-    return min(seconds), max(bandwidth)
+        probed.append(probe())
+    around = [statistics.mean(probed[i : i + 2]) for i in range(ROUNDS)]
+    return Rounds(seconds, around)
 
 
 @dataclass
@@ -195,19 +215,21 @@ class Bench:
 
     def rows(self, shape: Shape) -> list[Row]:
         copies = copies_of(shape, self.cache)
-        seconds, bandwidth = measured(our_calls(shape, copies, self.threads), self.probe)
-        taken = {"sdpa": measured(sdpa_calls(shape, copies), self.probe)[0]}
+        ours = measured(our_calls(shape, copies, self.threads), self.probe)
+        seconds = min(ours.seconds)
+        taken = {"sdpa": min(measured(sdpa_calls(shape, copies), self.probe).seconds)}
         for peer in self.peers:
             job = {**vars(shape), "copies": copies, "rounds": ROUNDS}
             taken[peer.partition("=")[0]] = run_kernel_peer(peer, job, self.threads)["seconds"]
-        reading = shape.kv_bytes / bandwidth
-        floor = max(reading, shape.flops / self.peaks[shape.compute])
+        reading = shape.kv_bytes / statistics.median(ours.bandwidth)
+        computing = shape.flops / self.peaks[shape.compute]
+        floor = max(reading, computing)
         params = {
             "MiB": round(shape.kv_bytes / 2**20, 1),
             "GB/s": round(shape.kv_bytes / seconds / 1e9, 1),
             "floor GB/s": round(shape.kv_bytes / floor / 1e9, 1),
             "floor is": "reads" if floor == reading else "multiply-adds",
-            "of floor": round(floor / seconds, 3),
+            "of floor": round(ours.of_floor(shape.kv_bytes, computing), 3),
             "counts": "yes" if shape.kv_bytes > 4 * self.cache else "",
             **{f"x {name}": round(value / seconds, 2) for name, value in taken.items()},
         }
@@ -219,13 +241,30 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     made.add_argument("--rows", action="append", metavar="GLOB", help="only rows of such names")
     made.add_argument(
-        "--peer", action="append", default=[], metavar="NAME=PYTHON", help="llama.cpp"
+        "--peer", action="append", default=[], metavar="NAME=PYTHON", help="llama.cpp, vllm"
     )
+    made.add_argument("--part", type=part, default=(1, 1), metavar="I/N", help="of the rows")
+    made.add_argument("--merge", type=Path, nargs="+", metavar="PATH", help="print these instead")
     return made.parse_args()
+
+
+def part(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"want I/N with I from 1 to N, not {text!r}")
+    return int(match[1]), int(match[2])
+
+
+def merged(paths: list[Path]) -> list[Row]:
+    rows = [row for path in paths for row in json.loads(path.read_text())]
+    return [Row(row.pop("name"), row.pop("value"), row.pop("unit"), row) for row in rows]
 
 
 def main() -> None:
     args = arguments()
+    if args.merge:
+        finish(merged(args.merge), args.json)
+        return
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     print(describe_run(args.threads))
@@ -239,7 +278,8 @@ def main() -> None:
         f"bfloat16 {peaks[torch.bfloat16] / 2e9:.0f} G/s; cache {bench.cache >> 20} MiB"
     )
     rows = []
-    for shape in shapes([QUICK] if args.quick else args.rows or ["*"]):
+    index, count = args.part
+    for shape in shapes([QUICK] if args.quick else args.rows or ["*"])[index - 1 :: count]:
         if shape.kv_bytes > LARGEST:
             print(f"{shape.name}: left out, {shape.kv_bytes / 2**30:.1f} GiB of KV")
             continue

@@ -11,12 +11,31 @@ namespace {
 
 constexpr int64_t kMinSpan = 256;       // positions; below this merging costs more than it gives
 constexpr int64_t kSpansPerThread = 8;  // enough that the last spans finish at about one time
-constexpr int64_t kAloneBytes = 128 << 10;  // less KV than this is read before a thread wakes up
+constexpr int64_t kAloneBytes = 128 << 10;  // less KV than this is done before a thread wakes up
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 void require(bool good, const std::string& message) {
   if (!good) throw std::invalid_argument(message);
+}
+
+struct Putting {
+  const Layer* layer;
+  const Kernels* kernels;
+  const AppendCall* call;
+};
+
+// Keys of a head, then values. All tokens of a head are one task: where two share a slot the later
+// one stays, whatever the threads do.
+void put_head(const Putting& all, int task) {
+  const AppendCall& call = *all.call;
+  const bool keys = task < all.layer->kv_heads;
+  const int head = task % all.layer->kv_heads;
+  const int64_t size = dtype_bytes(call.dtype);
+  const int64_t dim = keys ? all.layer->k_dim : all.layer->v_dim;
+  const auto* from = static_cast<const unsigned char*>(keys ? call.k : call.v) + head * dim * size;
+  all.kernels->put(*all.layer, {call.dtype, from, (keys ? call.k_stride : call.v_stride) * size,
+                                call.slots, call.tokens, keys, head});
 }
 
 }  // namespace
@@ -84,18 +103,17 @@ void Attention::append(int index, const AppendCall& call) {
   const Layer& layer = layers_.at(index)->layer;
   const Kernels& kernels = *layers_.at(index)->kernels;
   require(call.dtype != DType::kInt8, "tokens are floats, whatever is stored");
-  const int64_t size = dtype_bytes(call.dtype);
   const int64_t slots = layer.num_blocks * layer.block_size;
   for (int64_t t = 0; t < call.tokens; ++t)
     require(call.slots[t] >= 0 && call.slots[t] < slots,
             "slot " + std::to_string(call.slots[t]) + " is outside the pool");
-  for (int64_t t = 0; t < call.tokens; ++t) {
-    const int offset = static_cast<int>(call.slots[t] % layer.block_size);
-    unsigned char* block = layer.base + call.slots[t] / layer.block_size * layer.block_bytes();
-    const auto* k = static_cast<const unsigned char*>(call.k) + t * call.k_stride * size;
-    const auto* v = static_cast<const unsigned char*>(call.v) + t * call.v_stride * size;
-    kernels.put(layer, call.dtype, k, true, block, offset);
-    kernels.put(layer, call.dtype, v, false, block, offset);
+  Putting all = {&layer, &kernels, &call};
+  const int tasks = 2 * layer.kv_heads;
+  if (call.tokens * layer.block_bytes() / layer.block_size < kAloneBytes) {
+    for (int i = 0; i < tasks; ++i) put_head(all, i);
+  } else {
+    threads_->run(
+        tasks, [](void* all, int i, int) { put_head(*static_cast<const Putting*>(all), i); }, &all);
   }
 }
 

@@ -19,6 +19,7 @@ struct Widened {
   CLOVER_HEADER_INLINE static Vec take(const T* p) { return load(p); }
   CLOVER_HEADER_INLINE static Vec take_query(const float* p) { return load(p); }
   CLOVER_HEADER_INLINE static Vec add(Vec sum, Vec a, Vec b) { return sum + a * b; }
+  CLOVER_HEADER_INLINE static Vec added(Vec sum) { return sum; }
 };
 
 // What is added up for some rows: acc[r] = acc[r] * decay[r] + sum of weights[r][i] * values[i].
@@ -28,14 +29,15 @@ struct Sums {
   Ahead<typename K::Stored>& ahead;
   int v_dim;
   const typename K::Number* weights;
+  const float* steps;  // sizes of the weights' steps, where they are integers
   const float* decay;
   float* acc;
 };
 
 // Elements [e, e + E vectors) of R rows.
-template <typename T, int R, int E>
-void add_values(const Sums<Widened<T>>& of, int e) {
-  const auto& [tile, ahead, v_dim, weights, decay, acc] = of;
+template <int R, int E, typename T>
+void add_up(const Sums<Widened<T>>& of, int e) {
+  const auto& [tile, ahead, v_dim, weights, steps, decay, acc] = of;
   Vec sums[R][E];
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < E; ++j) sums[r][j] = load(acc + r * v_dim + e + j * kWidth) * decay[r];
@@ -69,6 +71,7 @@ struct Paired {
   CLOVER_HEADER_INLINE static Vec add(Vec sum, Chunk a, Chunk b) {
     return (Vec)_mm512_dpbf16_ps((__m512)sum, a, b);
   }
+  CLOVER_HEADER_INLINE static Vec added(Vec sum) { return sum; }
 };
 
 CLOVER_INLINE __m512bh weight_pair(const BFloat16* p) {
@@ -77,10 +80,10 @@ CLOVER_INLINE __m512bh weight_pair(const BFloat16* p) {
   return (__m512bh)_mm512_set1_epi32(static_cast<int>(both));
 }
 
-// The same as `add_values` for E times 32 elements.
+// The same for E times 32 elements.
 template <int R, int E>
-void add_pairs(const Sums<Paired>& of, int e) {
-  const auto& [tile, ahead, v_dim, weights, decay, acc] = of;
+void add_up(const Sums<Paired>& of, int e) {
+  const auto& [tile, ahead, v_dim, weights, steps, decay, acc] = of;
   Vec sums[R][2 * E];
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < 2 * E; ++j) sums[r][j] = load(acc + r * v_dim + e + j * kWidth) * decay[r];
@@ -103,6 +106,10 @@ void add_pairs(const Sums<Paired>& of, int e) {
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < 2 * E; ++j) store(acc + r * v_dim + e + j * kWidth, sums[r][j]);
 }
+
+#endif
+
+#if defined(__AVX512BW__)
 
 // Brings the sums of a row, multiples of 32 elements, into their order.
 CLOVER_INLINE void settle(float* acc, int v_dim) {

@@ -55,49 +55,54 @@ CLOVER_INLINE float quantise(const From* from, int count, Int8* to) {
   return most / 127.0f;
 }
 
+// Calls f with each token's numbers of this KV head and its block and offset.
+template <typename F>
+CLOVER_INLINE void over_tokens(const Layer& layer, const Put& put, const F& f) {
+  const auto* from = static_cast<const unsigned char*>(put.from);
+  for (int64_t t = 0; t < put.tokens; ++t, from += put.stride)
+    f(from, layer.base + put.slots[t] / layer.block_size * layer.block_bytes(),
+      put.slots[t] % layer.block_size);
+}
+
 template <typename To>
-void put_numbers(const Layer& layer, DType dtype, const void* from, bool keys, unsigned char* block,
-                 int offset) {
-  const int dim = keys ? layer.k_dim : layer.v_dim;
-  for (int head = 0; head < layer.kv_heads; ++head) {
-    unsigned char* place = block + (keys ? layer.keys_at(head) : layer.values_at(head));
-    To* to = reinterpret_cast<To*>(place) + int64_t{offset} * dim;
-    of_type(dtype, [&](auto* type) {
-      const auto* numbers = static_cast<decltype(type)>(from) + int64_t{head} * dim;
+void put_numbers(const Layer& layer, const Put& put) {
+  const int dim = put.keys ? layer.k_dim : layer.v_dim;
+  const int64_t at = put.keys ? layer.keys_at(put.head) : layer.values_at(put.head);
+  const int64_t scale_at =
+      put.keys ? layer.key_scales_at(put.head) : layer.value_scales_at(put.head);
+  of_type(put.dtype, [&](auto* type) {
+    over_tokens(layer, put, [&](const void* from, unsigned char* block, int64_t offset) {
+      const auto* numbers = static_cast<decltype(type)>(from);
+      To* to = reinterpret_cast<To*>(block + at) + offset * dim;
       if constexpr (sizeof(To) == 1) {
-        unsigned char* scales =
-            block + (keys ? layer.key_scales_at(head) : layer.value_scales_at(head));
-        reinterpret_cast<float*>(scales)[offset] = quantise(numbers, dim, to);
+        reinterpret_cast<float*>(block + scale_at)[offset] = quantise(numbers, dim, to);
       } else {
         for (int i = 0; i < dim; i += kWidth) store(to + i, load(numbers + i));
       }
     });
-  }
+  });
 }
 
 // The same bits where the types are the same, NaN and subnormal numbers included.
-void copy_numbers(const Layer& layer, const void* from, bool keys, unsigned char* block,
-                  int offset) {
-  const int64_t bytes = (keys ? layer.k_dim : layer.v_dim) * dtype_bytes(layer.dtype);
-  for (int head = 0; head < layer.kv_heads; ++head) {
-    unsigned char* place = block + (keys ? layer.keys_at(head) : layer.values_at(head));
-    __builtin_memcpy(place + offset * bytes, static_cast<const char*>(from) + head * bytes,
-                     static_cast<size_t>(bytes));
-  }
+void copy_numbers(const Layer& layer, const Put& put) {
+  const int64_t bytes = (put.keys ? layer.k_dim : layer.v_dim) * dtype_bytes(layer.dtype);
+  const int64_t at = put.keys ? layer.keys_at(put.head) : layer.values_at(put.head);
+  over_tokens(layer, put, [&](const void* from, unsigned char* block, int64_t offset) {
+    __builtin_memcpy(block + at + offset * bytes, from, static_cast<size_t>(bytes));
+  });
 }
 
-void put(const Layer& layer, DType dtype, const void* from, bool keys, unsigned char* block,
-         int offset) {
-  if (dtype == layer.dtype) return copy_numbers(layer, from, keys, block, offset);
+void put(const Layer& layer, const Put& put) {
+  if (put.dtype == layer.dtype) return copy_numbers(layer, put);
   switch (layer.dtype) {
     case DType::kFloat32:
-      return put_numbers<float>(layer, dtype, from, keys, block, offset);
+      return put_numbers<float>(layer, put);
     case DType::kBFloat16:
-      return put_numbers<BFloat16>(layer, dtype, from, keys, block, offset);
+      return put_numbers<BFloat16>(layer, put);
     case DType::kFloat16:
-      return put_numbers<Float16>(layer, dtype, from, keys, block, offset);
+      return put_numbers<Float16>(layer, put);
     case DType::kInt8:
-      return put_numbers<Int8>(layer, dtype, from, keys, block, offset);
+      return put_numbers<Int8>(layer, put);
   }
 }
 

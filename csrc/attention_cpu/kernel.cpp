@@ -10,6 +10,7 @@
 
 #include "attention_cpu/dot.h"
 #include "attention_cpu/ends.h"
+#include "attention_cpu/words.h"
 
 #ifndef CLOVER_ISA
 #error "compile with -DCLOVER_ISA=<name of the instruction set>"
@@ -40,7 +41,8 @@ void score(int k_dim, const typename K::Number* q, const Tile<typename K::Stored
       }
     }
     for (int r = 0; r < R; ++r)
-      quads[r][quad] = fold_four(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
+      quads[r][quad] = fold_four(K::added(sums[r][0]), K::added(sums[r][1]), K::added(sums[r][2]),
+                                 K::added(sums[r][3]));
   }
   for (int r = 0; r < R; ++r) store(scores + r * kTile, fold_quads(quads[r]));
 }
@@ -51,9 +53,11 @@ struct Sight {
   int end;
   float distance;  // from the query to lane 0
   float slope;     // of ALiBi
+  float scale;     // of the raw scores
 };
 
-CLOVER_INLINE Sight sight_of(const Layer& layer, const Span& span, int row, int64_t at, int count) {
+CLOVER_INLINE Sight sight_of(const Layer& layer, const Span& span, int row, int64_t at, int count,
+                             float step) {
   const int token = row / layer.group;
   const int64_t query_at = span.query_at + token - at;  // as a lane
   const int64_t first = layer.window > 0 ? query_at - layer.window + 1 : 0;
@@ -61,7 +65,7 @@ CLOVER_INLINE Sight sight_of(const Layer& layer, const Span& span, int row, int6
   const int head = span.head * layer.group + row % layer.group;
   return {static_cast<int>(first > 0 ? (first < count ? first : count) : 0),
           static_cast<int>(end > 0 ? end : 0), static_cast<float>(-query_at),
-          layer.alibi_slopes ? layer.alibi_slopes[head] : 0.0f};
+          layer.alibi_slopes ? layer.alibi_slopes[head] : 0.0f, layer.scale * step};
 }
 
 template <typename T>
@@ -80,7 +84,7 @@ struct Softener {
   }
 
   CLOVER_HEADER_INLINE Vec final_score(const Sight& sight, Vec s, Ints lane, int i) const {
-    s *= layer.scale;
+    s *= sight.scale;
     if (kScaled<T>) s *= load(key_scales + i);
     if (layer.softcap > 0) s = layer.softcap * tanh_of(s / layer.softcap);
     if (sight.slope != 0) s += sight.slope * (__builtin_convertvector(lane, Vec) + sight.distance);
@@ -131,10 +135,17 @@ CLOVER_INLINE void over_rows(int rows, const F& f) {
     f.template run<1>(r);
 }
 
+// Whether queries and weights are integers, with a step's size for each row.
+template <typename K>
+constexpr bool kSteps =
+    sizeof(typename K::Number) == sizeof(int16_t) && sizeof(typename K::Stored) == 1;
+
 // Working memory of a span, all of it per row.
 template <typename K>
 struct Work {
   typename K::Number* q;
+  float* q_steps;  // sizes of the steps of queries and weights, where they are integers
+  float* w_steps;
   float* scores;
   typename K::Number* weights;
   float* decay;
@@ -167,14 +178,14 @@ struct AddRows {
 
   template <int R, int E>
   [[gnu::always_inline]] void add(int r, int e) const {
-    const Sums<K> of = {tile,           ahead,
-                        layer.v_dim,    work.weights + r * kTile,
-                        work.decay + r, work.acc + r * layer.v_dim};
-    if constexpr (K::kInOrder) add_values<typename K::Stored, R, E>(of, e);
-#if defined(__AVX512BF16__)
-    else
-      add_pairs<R, E>(of, e);
-#endif
+    const Sums<K> of = {tile,
+                        ahead,
+                        layer.v_dim,
+                        work.weights + r * kTile,
+                        work.w_steps + r,
+                        work.decay + r,
+                        work.acc + r * layer.v_dim};
+    add_up<R, E>(of, e);
   }
 
   template <int R>
@@ -193,7 +204,10 @@ Work<K> work_in(const Layer& layer, int rows, float* scratch, float* partial) {
   float* weights = scores + rows * kTile;
   float* best = partial + rows * layer.v_dim;
   const bool same = sizeof(typename K::Number) == sizeof(float);  // weights replace the scores
+  float* steps = scratch + rows * layer.k_dim / 2;  // integers leave half of the queries' room
   return {reinterpret_cast<typename K::Number*>(scratch),
+          steps,
+          steps + rows,
           scores,
           reinterpret_cast<typename K::Number*>(same ? scores : weights),
           weights + rows * kTile,
@@ -203,14 +217,43 @@ Work<K> work_in(const Layer& layer, int rows, float* scratch, float* partial) {
 }
 
 template <typename K>
-void begin(const Layer& layer, const Span& span, int rows, const Work<K>& work) {
+void take_queries(const Layer& layer, const Span& span, const Work<K>& work) {
   const int64_t token = int64_t{layer.group} * layer.k_dim;
-  for (int t = 0; t < span.queries; ++t)
-    widen(span.q_dtype, span.q + t * span.q_stride, token, work.q + t * token);
+  for (int t = 0; t < span.queries; ++t) {
+    const unsigned char* q = span.q + t * span.q_stride;
+    if constexpr (!kSteps<K>) widen(span.q_dtype, q, token, work.q + t * token);
+#if defined(__AVX512BW__)
+    else
+      of_type(span.q_dtype, [&](auto* type) {
+        const auto* numbers = static_cast<decltype(type)>(static_cast<const void*>(q));
+        for (int r = t * layer.group, h = 0; h < layer.group; ++h)
+          work.q_steps[r + h] = to_words(numbers + int64_t{h} * layer.k_dim, layer.k_dim,
+                                         work.q + int64_t{r + h} * layer.k_dim);
+      });
+#endif
+  }
+}
+
+template <typename K>
+void begin(const Layer& layer, const Span& span, int rows, const Work<K>& work) {
+  take_queries(layer, span, work);
   for (int64_t i = 0; i < int64_t{rows} * layer.v_dim; i += kWidth) store(work.acc + i, Vec{});
   for (int r = 0; r < rows; ++r) {
     work.best[r] = -kInfinity;
     work.total[r] = 0;
+  }
+}
+
+// The weights of row `r` as what its sums are made with.
+template <typename K>
+CLOVER_INLINE void take_weights(const float* scores, int count, int r, const Work<K>& work) {
+  if constexpr (kSteps<K>) {
+#if defined(__AVX512BW__)
+    const int whole = (count + kWidth - 1) / kWidth * kWidth;
+    work.w_steps[r] = to_words(scores, whole, work.weights + r * kTile);
+#endif
+  } else if constexpr (!K::kInOrder) {
+    for (int i = 0; i < count; i += kWidth) store(work.weights + r * kTile + i, load(scores + i));
   }
 }
 
@@ -234,11 +277,9 @@ void compute(const Layer& layer, const Span& span, int64_t at, const Tile<typena
   const Softener<typename K::Stored> softener(layer, tile);
   for (int r = 0; r < rows; ++r) {
     float* scores = work.scores + r * kTile;
-    work.decay[r] = softener.soften(sight_of(layer, span, r, at, tile.count), scores, work.best + r,
-                                    work.total + r);
-    if (!K::kInOrder)
-      for (int i = 0; i < tile.count; i += kWidth)
-        store(work.weights + r * kTile + i, load(scores + i));
+    const Sight sight = sight_of(layer, span, r, at, tile.count, kSteps<K> ? work.q_steps[r] : 1);
+    work.decay[r] = softener.soften(sight, scores, work.best + r, work.total + r);
+    take_weights(scores, tile.count, r, work);
   }
   over_rows(rows, AddRows<K>{layer, tile, ahead, work});
 }
@@ -264,7 +305,7 @@ void span_of(const Layer& layer, const Span& span, const Span* next, float* scra
                    rounds<K>(layer, rows, tiles[current].count));
     compute<K>(layer, span, at, tiles[current], ahead, work);
   }
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BW__)
   for (int r = 0; !K::kInOrder && r < rows; ++r) settle(work.acc + r * layer.v_dim, layer.v_dim);
 #endif
 }
@@ -282,6 +323,12 @@ void span(const Layer& layer, const Span& span, const Span* next, float* scratch
     case DType::kFloat16:
       return span_of<Widened<Float16>>(layer, span, next, scratch, partial);
     case DType::kInt8:
+#if defined(__AVX512BW__)
+      // 15 bits are more than 16-bit queries have, but not as many as float32's.
+      if (span.q_dtype != DType::kFloat32 && layer.k_dim % 32 == 0 && layer.v_dim % 32 == 0 &&
+          layer.k_dim <= kMostWordsDim)
+        return span_of<Words>(layer, span, next, scratch, partial);
+#endif
       return span_of<Widened<Int8>>(layer, span, next, scratch, partial);
   }
 }

@@ -77,6 +77,17 @@ struct Result {
   int64_t lse_stride;
 };
 
+// Keys or values of some tokens and one KV head, on their way into the pool.
+struct Put {
+  DType dtype;
+  const void* from;  // of the first token, [dim]
+  int64_t stride;    // bytes from one token to the next
+  const int64_t* slots;
+  int64_t tokens;
+  bool keys;
+  int head;
+};
+
 // Floats of a partial result: per row v_dim unscaled sums, then per row the largest score, then per
 // row the sum of exponentials relative to it.
 CLOVER_HEADER_INLINE int64_t partial_floats(const Layer& layer, int queries) {
@@ -92,9 +103,8 @@ struct Kernels {
   // Merges `count` partial results, which follow one another, in order.
   void (*finish)(const Layer& layer, const Span& span, float* partials, int count,
                  const Result& result);
-  // Stores one token's `k` or `v` of `dtype`, [kv_heads, dim], in its place of a block.
-  void (*put)(const Layer& layer, DType dtype, const void* from, bool keys, unsigned char* block,
-              int offset);
+  // Stores tokens in their places of blocks, in order.
+  void (*put)(const Layer& layer, const Put& put);
 };
 
 constexpr int kTile = 64;  // context positions that are scored at a time

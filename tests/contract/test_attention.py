@@ -225,7 +225,7 @@ def test_decode_of_ragged_rows(name: str, dtype: str, block_size: int) -> None:
 @pytest.mark.parametrize("name", COMPUTING)
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 8])
-@pytest.mark.parametrize("dim", [16, 24, 64, 80, 128])
+@pytest.mark.parametrize("dim", [16, 24, 64, 80, 96, 128])
 def test_head_sizes_and_groups(name: str, dtype: str, group: int, dim: int) -> None:
     check(name, Case(make_spec(2, dim, dtype), 2 * group, 16, [1, 1, 1], [5, 77, 130]))
 

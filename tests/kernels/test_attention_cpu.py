@@ -42,7 +42,7 @@ def attend(
     layout = PoolLayout((spec,), BLOCK, sum(needed))
     backend = CpuAttention(threads, isa)
     backend.allocate(layout, 2 * group)
-    dtype = getattr(torch, spec.dtype)
+    dtype = torch.bfloat16 if spec.dtype == "int8" else getattr(torch, spec.dtype)
     tokens = layout.num_blocks * BLOCK
     k, v = torch.randn(2, tokens, 2, spec.k_dim).to(dtype).unbind()
     backend.append(0, k, v, torch.arange(tokens))
@@ -74,6 +74,56 @@ def test_instruction_sets_agree(isa: str, dtype: torch.dtype, group: int) -> Non
     spec = make_spec(dtype, softcap=2.0, window=700)
     lengths = [1, 15, 64, 65, 900]
     close(attend(spec, lengths, group, isa=isa), attend(spec, lengths, group, isa="portable"))
+
+
+@pytest.mark.parametrize("isa", _native.attention_isas())
+@pytest.mark.parametrize("dim", [64, 80, 96])
+@pytest.mark.parametrize("group", [1, 3, 4, 7])
+def test_instruction_sets_agree_over_int8(isa: str, dim: int, group: int) -> None:
+    spec = make_spec(torch.int8, dim, window=700)
+    lengths = [1, 15, 64, 65, 900]
+    o, lse = attend(spec, lengths, group, isa=isa)
+    expected = attend(spec, lengths, group, isa="portable")
+    # A number between two steps of int8 may be stored as either: fused products round once.
+    assert (o.float() - expected[0].float()).abs().max() <= 2e-2
+    assert (lse - expected[1]).abs().max() <= 4e-3
+
+
+@pytest.mark.parametrize("isa", _native.attention_isas())
+def test_a_query_that_is_no_number_gives_none_over_int8(isa: str) -> None:
+    backend = CpuAttention(1, isa)
+    backend.allocate(PoolLayout((make_spec(torch.int8),), BLOCK, 1), 4)
+    backend.append(0, torch.ones(2, 2, 64), torch.ones(2, 2, 64), torch.arange(2))
+    q = torch.ones(1, 4, 64, dtype=torch.bfloat16)
+    q[0, 1, 5] = math.nan
+    starts, table = torch.tensor([0, 1]).int(), torch.zeros(1, 1, dtype=torch.int32)
+    o, _ = backend.attend(0, q, starts, table, 2 * starts[1:])
+    assert o[0, 1].isnan().all()
+    assert torch.equal(o[0, [0, 2, 3]].float(), torch.ones(3, 64))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_appends_of_several_threads_are_those_of_one(dtype: str) -> None:
+    torch.manual_seed(5)
+    spec = make_spec(getattr(torch, dtype), 96)
+    k, v = torch.randn(2, 1500, 2, 96).unbind()
+    slots = torch.randint(0, 1024, (1500,))  # some twice: the later token stays
+    pools = []
+    for threads in (1, 3):
+        backend = CpuAttention(threads)
+        backend.allocate(PoolLayout((spec,), BLOCK, 64), 2)
+        nothing = torch.zeros(1024, 2, 96)  # a new pool holds whatever memory held
+        backend.append(0, nothing, nothing, torch.arange(1024))
+        backend.append(0, k, v, slots)
+        pools.append(backend.export_blocks(list(range(64))))
+        backend.close()
+    assert torch.equal(*pools)
+    last = {int(slot): t for t, slot in enumerate(slots)}
+    if dtype == "float32":
+        stored = pools[1].view(64, -1).view(torch.float32).view(64, 2, 2, BLOCK, 96)
+        for slot, t in list(last.items())[:50]:
+            assert torch.equal(stored[slot // BLOCK, 0, :, slot % BLOCK], k[t])
+            assert torch.equal(stored[slot // BLOCK, 1, :, slot % BLOCK], v[t])
 
 
 @pytest.mark.parametrize("isa", _native.attention_isas())
