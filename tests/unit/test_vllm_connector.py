@@ -6,6 +6,8 @@ import pytest
 from tests.vllm_kit import FakeEngine, until
 
 from cloverinfer.core.errors import TransportError
+from cloverinfer.integrations.vllm.courier import Wire
+from cloverinfer.integrations.vllm.wire import Dropped
 from cloverinfer.transport import shm
 
 
@@ -158,6 +160,23 @@ def test_an_abort_at_decode_frees_both(engines):
     assert decode.bad == set()
     prefill.finish("p")
     prefill.until_sent("p")
+
+
+def test_who_is_asked_to_leave_is_asked_until_it_has(engines, monkeypatch):
+    prefill, decode = engines("prefill"), engines("decode")
+    begin(prefill, decode)
+    reply, lost = Wire.reply, []
+
+    def loses_the_first(wire, peer, message):
+        if isinstance(message, Dropped) and not lost:
+            lost.append(message)
+            return True
+        return reply(wire, peer, message)
+
+    monkeypatch.setattr(Wire, "reply", loses_the_first)
+    decode.finish("d")
+    decode.until_loaded("d")
+    assert lost
 
 
 def test_an_abort_at_decode_before_any_prefill(engines):

@@ -245,6 +245,8 @@ class Courier:
             try:
                 endpoint.send(endpoint.connect(known, CONNECT_SECONDS), data, SEND_SECONDS)
                 return
+            except DeadlineError:
+                raise  # it may only be busy, and keeps its link
             except TransportError:
                 del self._known[host, port]  # it has ended; another may be there by now
         peer = endpoint.connect(whoever_listens(host, port), CONNECT_SECONDS)

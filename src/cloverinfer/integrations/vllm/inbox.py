@@ -144,8 +144,16 @@ class Inbox:
                 if source in gone or source.silence > self._settings.lease:
                     self._lose(source, "gone" if source in gone else "silent")
             for incoming in list(self._transfers.values()):
+                self._ask_again(incoming)
                 if incoming.claimed is None and not incoming.over and now > incoming.deadline:
                     self._fail(incoming, "no prefill pushed in time")
+
+    def _ask_again(self, incoming: Incoming) -> None:
+        """Who was asked to leave, and has not said that it has: a link may have ended between."""
+        for name, drop in incoming.leaving.items():
+            source = self._sources.get(name)
+            if source is not None and source.peer is not None:
+                source.wire.tell(source.peer, drop)
 
     # -- meeting
 
@@ -330,17 +338,18 @@ class Inbox:
             if source is None or source.peer is None:
                 continue
             if claimed.slot >= 0:
-                incoming.leaving[name] = claimed.slot
+                incoming.leaving[name] = drop
                 source.wire.tell(source.peer, drop)
             else:
                 source.wire.tell(source.peer, Denial(drop.transfer, drop.attempt, reason))
 
     def _left(self, name: str, slot: int) -> None:
         incoming = self._slots.get(slot)
-        if incoming is None or incoming.leaving.get(name) != slot:
+        drop = incoming.leaving.get(name) if incoming is not None else None
+        if incoming is None or drop is None or drop.slot != slot:
             return
         del incoming.leaving[name]
-        if slot not in incoming.leaving.values():
+        if all(each.slot != slot for each in incoming.leaving.values()):
             del self._slots[slot]
         self._go_on(incoming)
 
@@ -406,7 +415,7 @@ class Inbox:
                 del self._sources[source.name]
             for incoming in list(self._transfers.values()):
                 if source.name in incoming.leaving:
-                    self._left(source.name, incoming.leaving[source.name])
+                    self._left(source.name, incoming.leaving[source.name].slot)
 
 
 def _shorten(kept: OrderedDict[str, object]) -> None:

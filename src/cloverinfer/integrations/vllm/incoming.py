@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ...transport import Peer
 from .courier import Wire
 from .plan import LoadStart
-from .wire import Claim, Worker
+from .wire import Claim, Drop, Worker
 
 
 @dataclass
@@ -60,8 +60,8 @@ class Incoming:
     deadline: float
     """Without a claim until then, loading fails."""
     claimed: Claimed | None = None
-    leaving: dict[str, int] = field(default_factory=dict)
-    """Workers that may still write, and the slot that they were granted."""
+    leaving: dict[str, Drop] = field(default_factory=dict)
+    """Workers that may still write, and what they were asked."""
     error: str = ""
     """Why it failed; reported once nobody may write any more."""
     aborted: bool = False

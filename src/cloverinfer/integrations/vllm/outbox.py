@@ -160,7 +160,7 @@ class Outbox:
             elif isinstance(message, Denial):
                 self._denied(message)
             elif isinstance(message, Drop):
-                self._drop(wire, peer, target, message)
+                self._drop(wire, peer, message)
             elif isinstance(message, Grant):
                 if target is not None:
                     self._granted(target, message)
@@ -354,10 +354,12 @@ class Outbox:
             out.failed = denial.reason  # which decode need not be told
             self._release(out)
 
-    def _drop(self, wire: Wire, peer: Peer, target: Target | None, drop: Drop) -> None:
+    def _drop(self, wire: Wire, peer: Peer, drop: Drop) -> None:
+        """Also of a target that was lost, whose puts may not have ended yet."""
         out = self._find(drop.transfer, drop.attempt)
-        leg = out.legs.get(target.place) if out is not None and target is not None else None
-        if out is None or leg is None or not leg.open:
+        legs = out.legs.values() if out is not None else ()
+        leg = next((leg for leg in legs if leg.target.is_at(peer)), None)
+        if leg is None or not leg.open:
             wire.call(lambda: wire.reply(peer, Dropped(drop.slot)))
         else:
             leg.dropping = drop

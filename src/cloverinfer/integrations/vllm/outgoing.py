@@ -56,6 +56,9 @@ class Target:
         """Seconds for which it was listened to in vain."""
         return 0.0 if self.pusher is None else self.pusher.wire.listened - self.heard
 
+    def is_at(self, peer: Peer) -> bool:
+        return self.pusher is not None and self.pusher.peer.address == peer.address
+
     def hear(self) -> None:
         """It has said something, or is waited for from now on."""
         if self.pusher is not None:

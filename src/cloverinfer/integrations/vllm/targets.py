@@ -66,10 +66,7 @@ class Targets:
         return target
 
     def of(self, peer: Peer) -> Target | None:
-        for target in self._targets.values():
-            if target.pusher is not None and target.pusher.peer.address == peer.address:
-                return target
-        return None
+        return next((each for each in self._targets.values() if each.is_at(peer)), None)
 
     def forget(self, target: Target) -> None:
         """What goes to its place next meets whoever is there then."""
