@@ -6,18 +6,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
+import re
 import signal
 import socket
 import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -25,6 +27,11 @@ ROOT = Path(__file__).parents[1]
 PYTHON = ROOT / "build" / "vllm" / "bin" / "python"
 START_SECONDS, ANSWER_SECONDS = 400.0, 300.0
 MODEL = "model"
+BLOCK = 128
+"""vLLM's block size on CPUs."""
+TOKENS = 12
+AT_ONCE = 16
+LONG = 8 * BLOCK
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -61,6 +68,7 @@ class Server:
     connector: dict[str, Any] | None = None
     """Another connector's whole configuration, for comparison."""
     environment: dict[str, str] = field(default_factory=dict)
+    dtype: str = "float32"
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -81,7 +89,7 @@ class Server:
         }
         return [
             str(PYTHON), "-m", "vllm.entrypoints.openai.api_server",
-            "--model", str(self.folder), "--served-model-name", MODEL, "--dtype", "float32",
+            "--model", str(self.folder), "--served-model-name", MODEL, "--dtype", self.dtype,
             "--enforce-eager", "--host", "127.0.0.1", "--port", str(self.port),
             "--max-model-len", "2048", *self.options,
             *(["--kv-transfer-config", json.dumps(transfer)] if self.role else []),
@@ -124,11 +132,48 @@ class Server:
 
     def metric(self, name: str) -> float:
         """Sum over a metric's rows."""
-        rows = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
-        return sum(float(row.rsplit(" ", 1)[1]) for row in rows if row.startswith(f"{name}{{"))
+        return total(httpx.get(f"{self.url}/metrics", timeout=30).text, name, {})
+
+    def usage(self) -> float:
+        """Share of the KV blocks that are taken, as of the last step."""
+        return self.metric("vllm:kv_cache_usage_perc")
 
     def ask(self, body: dict[str, Any]) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=ANSWER_SECONDS)
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Its engine and worker do; the process that listens does not."""
+        assert self.process is not None
+        pids = _engine_of(self.process.pid)
+        try:
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            yield
+        finally:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+
+def total(metrics: str, name: str, labels: dict[str, str]) -> float:
+    """Sum over the rows of a metric that have these labels."""
+    rows = [row for row in metrics.splitlines() if re.match(rf"{re.escape(name)}[{{ ]", row)]
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    return sum(float(row.rsplit(" ", 1)[1]) for row in rows if all(one in row for one in wanted))
+
+
+def _engine_of(session: int) -> list[int]:
+    """The processes of vLLM's engine and its workers among those of a session."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(ValueError, OSError):
+            pid = int(folder.name)
+            name = (folder / "comm").read_text()
+            if os.getsid(pid) == session and name.startswith(("VLLM::Engine", "VLLM::Worker")):
+                found.append(pid)
+    assert len(found) >= 2, "the server has no engine and worker"
+    return found
 
 
 @contextlib.contextmanager
@@ -142,6 +187,28 @@ def running(*servers: Server) -> Iterator[None]:
     finally:
         for server in servers:
             server.kill(signal.SIGTERM)
+
+
+def fresh(seed: str) -> list[int]:
+    """A long prompt that nobody has cached."""
+    words = random.Random(seed)
+    return [words.randrange(1000, 30000) for _ in range(LONG)]
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: it did not happen"
+        time.sleep(0.05)
+
+
+def until_idle(*servers: Server) -> None:
+    """All blocks are free. vLLM counts, and gives back some of them, with its next step only."""
+    for server in servers:
+        until(
+            lambda server=server: server.ask(body_of([1], 1)) and not server.usage(),
+            f"blocks of {server.log.stem} are free again",
+        )
 
 
 def body_of(prompt: list[int], tokens: int) -> dict[str, Any]:
@@ -160,10 +227,12 @@ class HandOver:
     prompt: list[int]
     tokens: int = 16
     transfer: str = field(default_factory=lambda: uuid.uuid4().hex)
+    more: dict[str, Any] = field(default_factory=dict)
+    """What else the client asks for."""
 
     def decode_body(self) -> dict[str, Any]:
         params = {"do_remote_prefill": True, "transfer_id": self.transfer}
-        return body_of(self.prompt, self.tokens) | {"kv_transfer_params": params}
+        return body_of(self.prompt, self.tokens) | self.more | {"kv_transfer_params": params}
 
     def prefill_body(self, attempt: int = 0) -> dict[str, Any]:
         params = {
@@ -188,12 +257,20 @@ def tokens_of(answer: dict[str, Any]) -> list[int]:
     return list(answer["choices"][0]["token_ids"])
 
 
+class Listens(Protocol):
+    """At a port of this host."""
+
+    port: int
+
+
 class Begun:
     """A request that is under way and may be cancelled, as by a client that is gone."""
 
-    def __init__(self, server: Server, body: dict[str, Any]) -> None:
+    def __init__(self, server: Listens, body: dict[str, Any]) -> None:
         self.status: int | None = None
         self.text = ""
+        self.answers = threading.Event()
+        """The first of the answer is there: with a stream, the first token."""
         self._connection = HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_SECONDS)
         self._connection.connect()
         self._socket = self._connection.sock
@@ -205,7 +282,9 @@ class Begun:
         with contextlib.suppress(OSError, HTTPException):
             self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
             answer = self._connection.getresponse()
-            self.text = answer.read().decode()
+            first = answer.read(1)
+            self.answers.set()
+            self.text = (first + answer.read()).decode()
             self.status = answer.status
         self._connection.close()
 
