@@ -70,6 +70,10 @@ class Fake:
     dies_after: int | None = None
     """Tokens of a stream after which the connection is lost."""
     healthy: bool = True
+    frozen: bool = False
+    """Whether it lives is not answered."""
+    stops_after: int | None = None
+    """Tokens of a stream after which nothing more comes."""
     waiting: int = 0
     started: float = 1000.0
     url: str = ""
@@ -88,6 +92,8 @@ class Fake:
         return _with_transport(app)
 
     async def health(self, request: Request) -> Response:
+        if self.frozen:
+            await asyncio.sleep(WAIT)
         return PlainTextResponse("", 200 if self.healthy else 503)
 
     async def models(self, request: Request) -> Response:
@@ -150,6 +156,8 @@ class Fake:
         count = body.get("max_tokens", 3)
         for i in range(count):
             await asyncio.sleep(self.delay)
+            if i == self.stops_after:
+                await asyncio.sleep(WAIT)
             if i == self.dies_after:
                 _transport(request).abort()
                 await asyncio.sleep(WAIT)

@@ -244,6 +244,29 @@ def test_an_instance_that_dies_before_its_first_token_is_replaced(on: Stage) -> 
     assert len(bad.seen) >= 1
 
 
+def test_requests_on_an_instance_that_stands_still_are_done_elsewhere(on: Stage) -> None:
+    bad, good = on.fake(delay=15.0), on.fake()
+    on.orchestrate(("both", bad), ("both", good), policy="round_robin", hang_timeout=0.6)
+    bad.frozen = True
+    for stream in (False, True):
+        while not bad.seen:
+            assert on.post(stream=stream).status_code == 200
+        bad.seen.clear()
+        until(lambda: bad.inside == 0)
+    assert on.count('attempts_total{instance="' + bad.url) >= 2
+
+
+def test_an_answer_of_one_that_stands_still_breaks_off(on: Stage) -> None:
+    fake = on.fake(delay=0.3)
+    on.orchestrate(("both", fake), hang_timeout=0.6)
+    assert payloads(on.post(max_tokens=6, stream=True).text)[-1] == "[DONE]"  # slow is well
+    fake.frozen, fake.delay = True, 0.0
+    fake.stops_after = 2
+    events = payloads(on.post(max_tokens=6, stream=True).text)
+    assert [one["choices"][0]["text"] for one in events[:-1]] == ["w0 ", "w1 "]
+    assert "stands still" in events[-1]["error"]["message"]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("stage_of", ["prefill", "decode"])
 def test_a_client_that_leaves_ends_both_sides(on: Stage, stream: bool, stage_of: str) -> None:

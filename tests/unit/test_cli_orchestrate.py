@@ -16,9 +16,9 @@ ORCHESTRATE = [
     "--allow-credentials", "--allowed-headers", "--allowed-methods", "--allowed-origins",
     "--answer-timeout", "--api-key", "--attempts", "--body-timeout", "--breaker-faults",
     "--breaker-seconds", "--config", "--connect-timeout", "--disable-log-requests",
-    "--heartbeat-timeout", "--help", "--host", "--instance", "--max-body-mib", "--policy",
-    "--port", "--quiet", "--root-path", "--shutdown-timeout", "--ssl-certfile", "--ssl-keyfile",
-    "--tokenizer", "--usage-stages", "--uvicorn-log-level",
+    "--hang-timeout", "--heartbeat-timeout", "--help", "--host", "--instance", "--max-body-mib",
+    "--policy", "--port", "--quiet", "--root-path", "--shutdown-timeout", "--ssl-certfile",
+    "--ssl-keyfile", "--tokenizer", "--usage-stages", "--uvicorn-log-level",
 ]  # fmt: skip
 NODE = [
     "--advertise-url", "--config", "--help", "--interval", "--kv-address", "--orchestrator",

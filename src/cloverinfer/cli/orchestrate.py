@@ -75,6 +75,9 @@ def _add_faults(parser: argparse.ArgumentParser) -> None:
     text = "seconds that an instance may be silent while it answers "
     text += f"(default: {DEFAULTS.answer_timeout:g})"
     option(group, "--answer-timeout", "orchestrator.answer_timeout", text, float)
+    text = "seconds that an instance with requests may leave /health unanswered until they are "
+    text += f"given up (default: {DEFAULTS.hang_timeout:g})"
+    option(group, "--hang-timeout", "orchestrator.hang_timeout", text, float)
 
 
 def run(args: argparse.Namespace) -> int:

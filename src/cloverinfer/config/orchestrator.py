@@ -49,6 +49,9 @@ class OrchestratorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Seconds that a connection to an instance may take."""
     answer_timeout: float = 600.0
     """Seconds that an instance may be silent while it answers."""
+    hang_timeout: float = 30.0
+    """Seconds that an instance with requests may leave /health unanswered: then it stands still,
+    and its requests are tried elsewhere or broken off."""
     tokenizer: str | None = None
     """A tokenizer.json, or a folder with one, by which prefix_aware reads prompts as tokens; None:
     as text."""
@@ -73,7 +76,9 @@ class OrchestratorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool)
             self._check(name, whole and 1 <= value <= 16, "an integer from 1 to 16")
-        for name in ("heartbeat_timeout", "breaker_seconds", "connect_timeout", "answer_timeout"):
+        for name in self.__struct_fields__:
+            if not name.endswith(("_timeout", "_seconds")):
+                continue
             good = 0 < getattr(self, name) <= MOST_SECONDS
             self._check(name, good, f"above 0, at most {MOST_SECONDS}")
 

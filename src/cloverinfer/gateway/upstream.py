@@ -7,14 +7,16 @@ count against it; what a client did wrong does not.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
 from ..config import OrchestratorConfig
 from .instances import Instance
+from .pulse import Pulse
 
 KEEPALIVE = 2.0
 """Seconds that an idle connection is kept: fewer than any server keeps it, so that no request goes
@@ -103,12 +105,14 @@ class Upstream:
         timeout = aiohttp.ClientTimeout(
             total=None, connect=settings.connect_timeout, sock_read=settings.answer_timeout
         )
+        self._hang_timeout = settings.hang_timeout
         self._session = aiohttp.ClientSession(
             connector=connector,
             timeout=timeout,
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Accept-Encoding": "identity", "User-Agent": "cloverinfer"},
         )
+        self._pulse = Pulse(self._session, settings.hang_timeout)
 
     async def close(self) -> None:
         await self._session.close()
@@ -123,19 +127,49 @@ class Upstream:
         """
         attempt = Attempt(instance)
         sent = {"Content-Type": "application/json", **headers}
+        hung: asyncio.Future[None] | None = None
         try:
-            with instance.busy():
-                async with self._session.post(
+            with instance.busy(), self._pulse.of(instance) as hung:
+                request = self._session.post(
                     instance.url + path, data=body, headers=sent, allow_redirects=False
-                ) as response:
+                )
+                async with await _unless(hung, request) as response:
+                    hung.add_done_callback(lambda _: response.close())  # a reader hears of it
                     await _refuse(instance, attempt, response)
                     yield attempt, response
         except LOST as error:
             attempt.fault()
-            raise FaultError(instance, reason_of(error)) from error
+            raise FaultError(instance, self._reason(error, hung)) from error
         finally:
             attempt.close()
             self._on_end(instance, attempt.result)
+
+    def _reason(self, error: BaseException, hung: asyncio.Future[None] | None) -> str:
+        if hung is not None and hung.done() and not hung.cancelled():
+            return f"it stands still: no answer to /health for {self._hang_timeout:g} s"
+        return reason_of(error)
+
+
+async def _unless(
+    hung: asyncio.Future[None], request: Awaitable[aiohttp.ClientResponse]
+) -> aiohttp.ClientResponse:
+    """The head of the answer; ``TimeoutError`` where the instance stands still before it."""
+    asking = asyncio.ensure_future(request)
+    head: aiohttp.ClientResponse | None = None
+    try:
+        # Bounded by the session's own timeouts.
+        waited: set[asyncio.Future[Any]] = {asking, hung}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if not asking.done():
+            raise asyncio.TimeoutError
+        head = asking.result()
+        return head
+    finally:
+        if head is None:
+            asking.cancel()
+            (late,) = await asyncio.gather(asking, return_exceptions=True)
+            if isinstance(late, aiohttp.ClientResponse):
+                late.close()
 
 
 async def _refuse(instance: Instance, attempt: Attempt, response: aiohttp.ClientResponse) -> None:
