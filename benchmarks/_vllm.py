@@ -17,6 +17,9 @@ from tests.vllm_servers import PYTHON, HandOver, Server, body_of, running
 
 __all__ = ["PYTHON", "Clover", "Nixl", "Times", "body_of", "first_token", "running"]
 
+MEETINGS = 5
+"""Tries until a pair has met."""
+
 
 @dataclass
 class Times:
@@ -58,16 +61,20 @@ class Pair:
     def ask(self, prompt: list[int]) -> Times:
         raise NotImplementedError
 
+    def meet(self, prompt: list[int]) -> None:
+        """Before anything is measured."""
+        self.ask(prompt)
+
 
 class Clover(Pair):
     """Ours: decode first, prefill at the same time."""
 
-    name = "clover"
-
     def __init__(self, folder: Path, port: int, transport: str) -> None:
+        self.name = self.transport = transport
         super().__init__(folder, port)
         for server in (self.prefill, self.decode):
             server.settings = {"transport": transport}
+        self.decode.environment = {"VLLM_SERVER_DEV_MODE": "1"}  # for resetting its cache
 
     def ask(self, prompt: list[int]) -> Times:
         over = HandOver(self.prefill, self.decode, prompt, tokens=1)
@@ -76,28 +83,51 @@ class Clover(Pair):
             first = first_token(self.decode, over.decode_body())
             return Times(first, prefill.result())
 
+    def forget(self) -> None:
+        """Decode has no prompt cached any more."""
+        httpx.post(f"{self.decode.url}/reset_prefix_cache", timeout=30).raise_for_status()
+
     def transfer(self, prompt: list[int]) -> float:
-        """Seconds of the transfer alone: prefill has computed all when decode comes."""
+        """Seconds of the transfer alone: prefill has computed all when decode, which has forgotten
+        the prompt, comes."""
+        self.forget()
         over = HandOver(self.prefill, self.decode, prompt, tokens=1)
         _answer(self.prefill, over.prefill_body())
-        answer = self.decode.ask(over.decode_body()).json()
-        return float(answer["kv_transfer_params"]["transfer_seconds"])
+        told = self.decode.ask(over.decode_body()).json()["kv_transfer_params"]
+        if told.get("loaded_tokens") != len(prompt):
+            raise SystemExit(f"the prompt of {len(prompt)} tokens was not transferred: {told}")
+        return float(told["transfer_seconds"])
 
 
 class Nixl(Pair):
     """vLLM's own: prefill first, decode with what it answers."""
 
-    name = "nixl"
+    name = "NixlConnector"
 
     def __init__(self, folder: Path, port: int) -> None:
         super().__init__(folder, port)
         for server in (self.prefill, self.decode):
             server.connector = {
                 "kv_connector": "NixlConnector",
-                "kv_role": "kv_both",
+                "kv_role": server.role,
                 "kv_buffer_device": "cpu",
             }
-            server.environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(server.kv_port)}
+            # By address: where localhost is another one, the two do not meet.
+            server.environment = {
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(server.kv_port),
+            }
+
+    def meet(self, prompt: list[int]) -> None:
+        """Its handshake waits for 5 s; where that was too short, the next request tries again."""
+        for left in reversed(range(MEETINGS)):
+            try:
+                self.ask(prompt)
+                return
+            except SystemExit as problem:
+                print(f"{self.name} did not meet: {problem}")
+                if not left:
+                    raise
 
     def ask(self, prompt: list[int]) -> Times:
         started = time.perf_counter()
