@@ -44,6 +44,7 @@ def fields(setting):
         "enable_chunked_prefill": chunked,
         "max_num_batched_tokens": 32 if chunked else 1024,
         "num_blocks": 200,
+        "transport": setting.get("transport", "auto"),
         **{name: count for name, count in setting.items() if name.startswith("num_")},
     }
 
@@ -57,16 +58,25 @@ LOCAL = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_full_cross_product_in_one_process(tiny, family):
+def check_settings(tiny, family, settings):
     model, cases = tiny(family)
-    for values in itertools.product(*LOCAL.values()):
-        setting = dict(zip(LOCAL, values, strict=True))
+    for setting in settings:
         outputs = run(model, cases, MAX_TOKENS, executor="local", **fields(setting))
         try:
             check(cases, outputs)
         except AssertionError as problem:
             raise AssertionError(f"{setting}: {problem}") from problem
+
+
+def test_full_cross_product_in_one_process(tiny):
+    products = itertools.product(*LOCAL.values())
+    check_settings(tiny, "llama", [dict(zip(LOCAL, one, strict=True)) for one in products])
+
+
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one != "llama"])
+def test_pairwise_in_one_process(tiny, family):
+    """A family is a dense half, which settings reach by the shapes of its batches alone."""
+    check_settings(tiny, family, pairwise(LOCAL, most=12))
 
 
 MANY = LOCAL | {
@@ -75,11 +85,24 @@ MANY = LOCAL | {
     "num_prefill_workers": [1, 2],
     "num_decode_dense_nodes": [1, 2],
 }
+COUNTS = itertools.cycle([1, 2, 3])
 PROCESSES = [
-    ("process", setting | ({"num_attention_nodes": n} if setting["topology"] == "pda" else {}))
-    for n, setting in zip(itertools.cycle([1, 2, 3]), pairwise(MANY, most=6), strict=False)
+    ("process", setting | ({"num_attention_nodes": next(COUNTS)} if pda else {}))
+    for setting in pairwise(MANY | {"transport": ["shm", "tcp"]}, most=6)
+    for pda in [setting["topology"] == "pda"]
 ]
-ACTORS = [("ray", setting) for setting in pairwise(MANY, most=3, seed=5)]
+ACTORS = [
+    ("ray", setting)
+    for setting in pairwise(MANY | {"transport": ["shm", "tcp", "ray"]}, most=3, seed=5)
+]
+
+
+def test_the_selections_meet_each_value():
+    assert {setting["family"] for _, setting in PROCESSES} == set(FAMILIES)
+    assert {setting.get("num_attention_nodes", 1) for _, setting in PROCESSES} == {1, 2, 3}
+    for selection, transports in ((PROCESSES, {"shm", "tcp"}), (ACTORS, {"shm", "tcp", "ray"})):
+        assert {setting["transport"] for _, setting in selection} == transports
+        assert {setting["topology"] for _, setting in selection} == {"pd", "pda"}
 
 
 @pytest.mark.slow
