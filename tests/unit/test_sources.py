@@ -2,6 +2,7 @@
 
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -142,11 +143,13 @@ def test_a_device_that_stands_still_is_at_fault_itself():
     assert not isinstance(caught.value, TransportError)
 
 
-def test_what_is_done_while_a_device_stands_still_ends_too():
+def test_what_is_done_while_a_device_stands_still_ends_too(monkeypatch):
     done = []
+    clock = types.SimpleNamespace(monotonic=lambda: 0.01 * len(done))
+    monkeypatch.setattr("cloverinfer.nodes.copies.time", clock)
     with pytest.raises(CloverError, match="did not come to an end"):
-        LateMoment().wait(seconds=0.02, meanwhile=lambda: done.append(time.sleep(0.001)))
-    assert len(done) > 1
+        LateMoment().wait(seconds=0.025, meanwhile=lambda: done.append(1))
+    assert len(done) == 3
     NOW.wait(meanwhile=lambda: pytest.fail("there is nothing to wait for"))
 
 
