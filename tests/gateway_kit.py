@@ -340,7 +340,7 @@ class Stage:
         await asyncio.gather(*(served.ended() for served in self._served))
 
 
-def until(done: Any, seconds: float = 10.0) -> None:
+def until(done: Any, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end

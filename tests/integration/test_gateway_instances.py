@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,14 +65,35 @@ def test_an_instance_announces_itself_serves_and_withdraws(on: Stage) -> None:
     assert on.cluster() == []
 
 
+@contextlib.contextmanager
+def beating(on: Stage, url: str) -> Iterator[None]:
+    """Announces it again and again, however long what is done meanwhile takes."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.05):
+            announce(on, url=url)
+
+    announce(on, url=url)
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(60)
+
+
 def test_silence_ends_it_and_requests_under_way_go_on(on: Stage) -> None:
     fake = on.fake(delay=0.3)
-    on.orchestrate(heartbeat_timeout=0.2)
-    announce(on, url=fake.url)
+    on.orchestrate(heartbeat_timeout=0.5)
     body = {"model": "m", "prompt": "x", "max_tokens": 3, "stream": True}
-    with on.client.stream("POST", f"{on.base}/v1/completions", json=body) as answer:
-        pieces = answer.iter_text()
-        first = next(pieces)
+    with contextlib.ExitStack() as stack:
+        with beating(on, fake.url):
+            url = f"{on.base}/v1/completions"
+            answer = stack.enter_context(on.client.stream("POST", url, json=body))
+            pieces = answer.iter_text()
+            first = next(pieces)
         until(lambda: on.cluster() == [])
         assert (first + "".join(pieces)).endswith("data: [DONE]\n\n")
 
@@ -270,7 +292,7 @@ def ready(process: subprocess.Popen[str]) -> str:
 
 def end(process: subprocess.Popen[str], number: signal.Signals = signal.SIGTERM) -> str:
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=60)
     assert "Traceback" not in err, err
     return err
 

@@ -209,7 +209,7 @@ def test_a_prefix_of_a_proxy_is_taken_off(engine: Any) -> None:
         assert server == [{"url": "/llm"}]
 
 
-async def _streamed(base: str, server: Any) -> tuple[str, list[int], str]:
+async def _streamed(base: str, server: Any, engine: Any) -> tuple[str, list[int], str]:
     """A stream that is under way when the server is told to stop; statuses of what came later."""
     async with httpx.AsyncClient(base_url=base, timeout=20) as client:
         body = COMPLETION | {"stream": True, "max_tokens": 30}
@@ -222,14 +222,15 @@ async def _streamed(base: str, server: Any) -> tuple[str, list[int], str]:
                 (await client.get("/ready")).status_code,
                 (await client.get("/health")).status_code,
             ]
+            engine.delay = 0.0
             rest = [line async for line in lines]
     return first + "".join(rest), later, rest[-2]
 
 
 def test_draining_ends_streams_in_order_and_refuses_others(engine: Any) -> None:
-    engine.delay = 0.02
+    engine.delay = 0.5
     with serving(Catalog.single(engine, "m")) as (base, server):
-        text, later, last = asyncio.run(_streamed(base, server))
+        text, later, last = asyncio.run(_streamed(base, server, engine))
         assert later == [503, 503, 200]
         assert last == "data: [DONE]"
         assert '"text":"w29 "' in text

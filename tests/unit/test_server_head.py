@@ -59,7 +59,7 @@ def test_a_head_that_does_not_come_is_not_waited_for(
 
 
 def test_a_whole_head_has_time_for_its_body(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(head, "HEAD_SECONDS", 0.4)
     body = b'{"model": "m", "prompt": "a b", "max_tokens": 1}'
     lines = [
         b"POST /v1/completions HTTP/1.1",
