@@ -153,7 +153,7 @@ def test_a_peer_that_is_killed_in_a_step_fails_it_and_hangs_nobody(models):
 
 
 def test_a_peer_that_stands_still_fails_the_step_at_its_deadline(models):
-    setting = {"topology": "pda", "executor": "process", "num_blocks": 64, "step_timeout": 1.0}
+    setting = {"topology": "pda", "executor": "process", "num_blocks": 64, "step_timeout": 2.0}
     with LLM(models("llama"), **setting) as llm:
         stream, pid = start(llm)
         os.kill(pid, signal.SIGSTOP)
@@ -162,7 +162,7 @@ def test_a_peer_that_stands_still_fails_the_step_at_its_deadline(models):
         finally:
             os.kill(pid, signal.SIGCONT)
         assert last.finish_reason == "error"
-        assert "took more than 1 s" in last.error
+        assert "took more than 2 s" in last.error
         check_idle(llm)  # its answer, late as it is, ends the step, and the nodes go on
         assert len(llm.generate([PROMPTS[0]], GREEDY)[0].token_ids) == GREEDY.max_tokens
 

@@ -226,7 +226,7 @@ def test_a_signal_ends_in_order(number: signal.Signals, status: int) -> None:
         assert process.stdout is not None
         assert process.stdout.read(2) == "w0"
         process.send_signal(number)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == status
     assert "closed, aborted 1" in err
     assert "Traceback" not in err
@@ -234,16 +234,16 @@ def test_a_signal_ends_in_order(number: signal.Signals, status: int) -> None:
 
 def test_sigterm_ends_a_command_on_an_event_loop() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        silent.settimeout(30)
+        silent.settimeout(60)
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with start("bench", "serve", "--base-url", url) as process:
             connection, _ = silent.accept()
             with connection:
-                connection.settimeout(30)
+                connection.settimeout(60)
                 assert connection.recv(1 << 16).endswith(b"\r\n\r\n")
                 time.sleep(0.2)  # the loop has nothing to do but wait for an answer
                 process.send_signal(signal.SIGTERM)
-                _, err = process.communicate(timeout=20)
+                _, err = process.communicate(timeout=60)
     assert process.returncode == 143
     assert err == ""
 
@@ -255,7 +255,7 @@ def test_a_closed_pipe_ends_quietly() -> None:
         assert process.stdout.read(2) == "w0"
         process.stdout.close()
         err = process.stderr.read()
-        process.wait(20)
+        process.wait(60)
     assert process.returncode == 141
     assert err == "closed, aborted 1\n"
 
@@ -270,7 +270,7 @@ def test_serve_is_ready_serves_and_ends_in_order(number: signal.Signals, status:
         body = {"model": "m", "prompt": "a", "max_tokens": 2}
         assert httpx.post(url, json=body).json()["choices"][0]["text"] == "w0 w1 "
         process.send_signal(number)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == status
     assert "closed, aborted 0" in err
     assert "Traceback" not in err
