@@ -32,11 +32,16 @@ def reference(
 ) -> list[Case]:
     """Greedy tokens by transformers' own ``generate``.
 
-    ``together``: all prompts at once, padded on their left, which a model of some size does in a
-    tenth of the time; its logits differ by rounding, far less than ``TIE``. Else one at a time.
+    ``together``: all prompts at once, padded on their left, so that a model of some size is read
+    once for all of them; logits differ by rounding, far less than ``TIE``. Else one at a time.
     """
     if together:
-        return _generate(model, prompts, max_tokens)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # several wait for one another, awake, where the cores are busy
+        try:
+            return _generate(model, prompts, max_tokens)
+        finally:
+            torch.set_num_threads(threads)
     return [case for prompt in prompts for case in _generate(model, [prompt], max_tokens)]
 
 
