@@ -6,9 +6,12 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <vector>
 
+#include "dense_cpu/blocks.h"
 #include "dense_cpu/dense.h"
 #include "dense_cpu/dispatch.h"
+#include "dense_cpu/greedy.h"
 #include "dense_cpu/pack.h"
 #include "dense_cpu/table.h"
 
@@ -49,15 +52,50 @@ int64_t packed_bytes(int format, int64_t outputs, int64_t inputs) {
   return panels * dense::panel_bytes(static_cast<dense::Format>(format), inputs);
 }
 
-void pack(int threads, int format, int64_t weight, std::tuple<int64_t, int64_t, int> size,
-          int64_t to) {
+using MatrixSize = std::tuple<int64_t, int64_t, int>;  // outputs of a fold, inputs, folds
+
+dense::Size checked_size(int threads, int format, const MatrixSize& size) {
   const auto [outputs, inputs, folds] = size;
   if (threads < 1 || folds < 1) throw std::invalid_argument("threads and folds are at least 1");
   packed_bytes(format, outputs, inputs);  // refuses what cannot be
-  const dense::Plain from = {at<uint16_t>(weight, "weight"), outputs, inputs, folds};
+  return {outputs, inputs, folds};
+}
+
+void pack(int threads, int format, int64_t weight, const MatrixSize& size, int64_t to) {
+  const dense::Size checked = checked_size(threads, format, size);
+  const uint16_t* from = at<uint16_t>(weight, "weight");
   uint8_t* panels = at<uint8_t>(to, "to");
   py::gil_scoped_release release;
-  dense::pack(*ThreadPool::shared(threads), from, static_cast<dense::Format>(format), panels);
+  dense::pack(*ThreadPool::shared(threads), from, checked, static_cast<dense::Format>(format),
+              panels);
+}
+
+// Addresses of codes, scales, minima (0 for int8).
+using CodeAddresses = std::tuple<int64_t, int64_t, int64_t>;
+
+void pack_codes(int threads, int format, const CodeAddresses& codes, const MatrixSize& size,
+                int64_t to) {
+  const dense::Size checked = checked_size(threads, format, size);
+  const bool minima = format == static_cast<int>(dense::Format::kInt4);
+  const dense::Codes from = {at<uint8_t>(std::get<0>(codes), "codes"),
+                             at<uint16_t>(std::get<1>(codes), "scales"),
+                             at<uint16_t>(std::get<2>(codes), "minima", minima)};
+  uint8_t* panels = at<uint8_t>(to, "to");
+  py::gil_scoped_release release;
+  dense::pack_codes(*ThreadPool::shared(threads), from, checked, static_cast<dense::Format>(format),
+                    panels);
+}
+
+void read_blocks(int threads, int kind, int64_t blocks, int64_t count, const CodeAddresses& to) {
+  if (kind < 0 || kind > static_cast<int>(dense::Blocks::kQ8_0) || threads < 1 || count < 1)
+    throw std::invalid_argument("no such kind or count of blocks");
+  const auto checked = static_cast<dense::Blocks>(kind);
+  const uint8_t* from = at<uint8_t>(blocks, "blocks");
+  uint8_t* codes = at<uint8_t>(std::get<0>(to), "codes");
+  uint16_t* scales = at<uint16_t>(std::get<1>(to), "scales");
+  uint16_t* minima = at<uint16_t>(std::get<2>(to), "minima", checked != dense::Blocks::kQ8_0);
+  py::gil_scoped_release release;
+  dense::read_blocks(*ThreadPool::shared(threads), checked, from, count, codes, scales, minima);
 }
 
 std::unique_ptr<Dense> make(int threads, const std::string& isa, int64_t hidden, int64_t heads,
@@ -128,6 +166,16 @@ void logits(Dense& self, int64_t hidden, int tokens, int64_t y) {
   self.logits(from, tokens, to);
 }
 
+std::vector<int64_t> greedy(int64_t logits, int64_t rows, int64_t columns) {
+  if (rows < 1 || columns < 1) throw std::invalid_argument("there are no logits");
+  const float* from = at<float>(logits, "logits");
+  std::vector<int64_t> tokens(rows);
+  py::gil_scoped_release release;
+  for (int64_t row = 0; row < rows; ++row)
+    tokens[row] = dense::greedy(from + row * columns, columns);
+  return tokens;
+}
+
 std::vector<std::string> isas() {
   std::vector<std::string> names;
   for (const dense::Kernels* kernels : dense::available_kernels())
@@ -153,8 +201,13 @@ void bind_dense_cpu(py::module_& m) {
   m.def("dense_packed_bytes", &packed_bytes, py::arg("format"), py::arg("outputs"),
         py::arg("inputs"));
   m.def("dense_isas", &isas);
+  m.def("greedy_tokens", &greedy);
   m.def("dense_pack", &pack, py::kw_only(), py::arg("threads"), py::arg("format"),
         py::arg("weight"), py::arg("size"), py::arg("to"));
+  m.def("dense_read_blocks", &read_blocks, py::kw_only(), py::arg("threads"), py::arg("kind"),
+        py::arg("blocks"), py::arg("count"), py::arg("to"));
+  m.def("dense_pack_codes", &pack_codes, py::kw_only(), py::arg("threads"), py::arg("format"),
+        py::arg("codes"), py::arg("size"), py::arg("to"));
   py::class_<Dense>(m, "CpuDense")
       .def(py::init(&make), py::kw_only(), py::arg("threads"), py::arg("isa"), py::arg("hidden"),
            py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("ffn"),

@@ -18,7 +18,7 @@ inline bool cpu_has_avx512() {
 
 inline bool cpu_has_avx512bf16() {
   return cpu_has_avx512() && __builtin_cpu_supports("avx512bf16") &&
-         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+         __builtin_cpu_supports("avx512vnni");
 }
 #endif
 

@@ -47,10 +47,11 @@ void Dense::reserve(int tokens) {
   tokens_ = tokens;
   normed_.resize(tokens_ * padded(shape_.hidden));
   gated_.resize(tokens_ * padded(shape_.ffn));
-  attended_.resize(tokens_ * padded(shape_.heads * shape_.head_dim));
   qkv_.resize(tokens_ * (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim);
   const int64_t widest = std::max({shape_.hidden, shape_.ffn, shape_.heads * shape_.head_dim});
-  sums_.resize(tokens_ * padded(widest) / kGroup);
+  codes_.resize(tokens_ * padded(widest));
+  scales_.resize(codes_.size() / kGroup);
+  sums_.resize(codes_.size() / kGroup);
 }
 
 void Dense::add_layer(Layer layer) {
@@ -105,29 +106,21 @@ void Dense::many_parts(const Matrix& m, const Rows& x, const Run& run) {
   each(static_cast<int>(across * down), [&](int i) {
     const int64_t first = i % across * kManyBlocks * kBlock;
     const int64_t from = x.count * (i / across) / down, until = x.count * (i / across + 1) / down;
-    const Rows some = {x.data + from * x.stride, x.stride, until - from,
-                       x.sums ? x.sums + from * m.groups() : nullptr};
+    Rows some = x.from(from);
+    some.count = until - from;
     run(Part{first, std::min(first + kManyBlocks * kBlock, m.outputs), nullptr}, some, from);
   });
 }
 
 // `data`'s rows as `m` needs them.
 Rows Dense::rows(const Matrix& m, const uint16_t* data, int64_t stride, int tokens) {
-  if (m.format != Format::kInt4) return {data, stride, tokens, nullptr};
-  const auto one = [&](int t) {
-    kernels_->group_sums(data + t * stride, m.groups() * kGroup, sums_.data() + t * m.groups());
-  };
-  each_token(tokens, one);
-  return {data, stride, tokens, sums_.data()};
-}
-
-Rows Dense::attended(const Matrix& m, const StageCall& call) {
-  const int64_t filled = padded(m.inputs);
-  if (m.format == Format::kBFloat16 || filled == m.inputs)
-    return rows(m, call.attended, call.attended_stride, call.tokens);
-  for (int64_t t = 0; t < call.tokens; ++t)
-    std::copy_n(call.attended + t * call.attended_stride, m.inputs, &attended_[t * filled]);
-  return rows(m, attended_.data(), filled, call.tokens);
+  if (m.format == Format::kBFloat16) return {data, stride, tokens, 0, nullptr, nullptr};
+  const int64_t groups = m.groups();
+  each_token(tokens, [&](int t) {
+    kernels_->encode(data + t * stride, m.inputs, codes_.data() + t * groups * kGroup,
+                     scales_.data() + t * groups, sums_.data() + t * groups);
+  });
+  return {codes_.data(), groups * kGroup, tokens, groups, scales_.data(), sums_.data()};
 }
 
 template <typename Run>
@@ -178,7 +171,8 @@ void Dense::project(const Matrix& m, const Matrix* next, const Rows& x, const fl
 void Dense::finish_layer(int index, const StageCall& call) {
   const Layer& layer = layers_[index];
   const int64_t gated = padded(shape_.ffn);
-  project(layer.out, &layer.gate_up, attended(layer.out, call), call.hidden, call.hidden_out);
+  const Rows attended = rows(layer.out, call.attended, call.attended_stride, call.tokens);
+  project(layer.out, &layer.gate_up, attended, call.hidden, call.hidden_out);
   norm(call.hidden_out, layer.post_norm, call.tokens);
   const Rows x = normed(layer.gate_up, call.tokens);
   each_part(layer.gate_up, &layer.down, x, [&](const Part& part, const Rows& some, int64_t from) {

@@ -90,7 +90,6 @@ class Dense {
 
   void reserve(int tokens);
   Rows rows(const Matrix& m, const uint16_t* data, int64_t stride, int tokens);
-  Rows attended(const Matrix& m, const StageCall& call);
   Rows normed(const Matrix& m, int tokens);
   void project(const Matrix& m, const Matrix* next, const Rows& x, const float* residual, float* y);
   void embed(const StageCall& call);
@@ -111,8 +110,10 @@ class Dense {
   int64_t tokens_ = 0;
   std::vector<uint16_t> normed_;
   std::vector<uint16_t> gated_;
-  std::vector<uint16_t> attended_;  // where the caller's rows have no such zeros
   std::vector<float> qkv_;
+  // Rows as codes, where weights are quantised.
+  std::vector<uint16_t> codes_;
+  std::vector<float> scales_;
   std::vector<float> sums_;
 };
 

@@ -4,14 +4,15 @@
 // that is loaded serves all of the tile's tokens, every pair of inputs all of its panels. Inputs
 // are gone through in spans, so that a span's weights come from memory with its first tokens and
 // from the cache after that. The next tile's are asked for meanwhile in order of address, so that
-// reading and multiplying overlap. Quantised weights become bfloat16, exactly, a group at a time.
+// reading and multiplying overlap. Quantised weights are multiplied as whole numbers, exactly, with
+// rows as whole numbers; a group's sums become float32 with the scales of both.
 //
 // Nothing from the standard library with external linkage may be used here: the linker would keep
 // one copy of it, perhaps the one that only newer processors can run.
 #include "dense_cpu/kernel.h"
 
 #include "common/simd.h"
-#include "dense_cpu/unpack.h"
+#include "dense_cpu/codes.h"
 
 #ifndef CLOVER_ISA
 #error "compile with -DCLOVER_ISA=<name of the instruction set>"
@@ -83,108 +84,153 @@ CLOVER_INLINE Pairs splat_pair(const uint16_t* p) {
 }
 #endif
 
-// What is asked for while a tile is computed: `lines` cache lines of each step, from `at` on.
+// What is asked for while a tile is computed: `lines` cache lines each time, up to `end`.
 struct Ahead {
   const uint8_t* at;
+  const uint8_t* end;
   int lines;
 };
 
 CLOVER_INLINE void ask(Ahead& ahead) {
+  if (ahead.at >= ahead.end) return;
   for (int i = 0; i < ahead.lines; ++i) __builtin_prefetch(ahead.at + i * kLine, 0, 2);
   ahead.at += ahead.lines * kLine;
 }
 
-// The panels of a tile at one input, and the tile's rows from that input on.
+// The panels of a tile at one input, and the tile's rows from that input on. Of quantised weights
+// inputs are whole groups.
 struct Tile {
-  const uint16_t* panels[kPanels];
-  int64_t pairs;  // of inputs
-  const uint16_t* x;
-  int64_t x_stride;
+  const uint8_t* panels[kPanels];
+  int64_t inputs;
+  Rows x;  // `count` is not read
 };
 
 // sums[t][c] += products over the tile's pairs; P panels, T tokens.
 template <int P, int T>
 CLOVER_INLINE void add_products(const Tile& tile, Ahead& ahead, Vec (&sums)[T][P * kVecs]) {
-  for (int64_t k = 0; k < tile.pairs; ++k) {
+  for (int64_t k = 0; k < tile.inputs / 2; ++k) {
     ask(ahead);
     Pairs v[T];
 #pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) v[t] = splat_pair(tile.x + t * tile.x_stride + 2 * k);
+    for (int t = 0; t < T; ++t) v[t] = splat_pair(tile.x.data + t * tile.x.stride + 2 * k);
 #pragma GCC unroll 8
     for (int c = 0; c < P * kVecs; ++c) {
-      const uint16_t* at = tile.panels[c / kVecs] + k * kPairs + c % kVecs * 2 * kWidth;
-      const Pairs w = load_pairs(at);
+      const uint16_t* panel = reinterpret_cast<const uint16_t*>(tile.panels[c / kVecs]);
+      const Pairs w = load_pairs(panel + k * kPairs + c % kVecs * 2 * kWidth);
 #pragma GCC unroll 8
       for (int t = 0; t < T; ++t) sums[t][c] = dot(sums[t][c], w, v[t]);
     }
   }
 }
 
-// Scales and minima of a group of a tile's outputs.
-struct Scales {
-  float scale[kPanels * kBlock];
-  float minimum[kPanels * kBlock];
-  const float* row_sums;  // of the group, for the tile's first token; null: no minima
-  int64_t row_sums_stride;
-};
-
-// totals[t][o] += the products of a span, scaled where `scales` is not null.
-template <int P, int T>
-void span(const Tile& tile, Ahead ahead, const Scales* scales, float* totals) {
-  constexpr int kStride = kPanels * kBlock;
-  Vec sums[T][P * kVecs] = {};
-  if (!scales)
-    for (int t = 0; t < T; ++t)
-      for (int c = 0; c < P * kVecs; ++c) sums[t][c] = load(totals + t * kStride + c * kWidth);
-  add_products<P, T>(tile, ahead, sums);
+// Products of two pairs of inputs, `codes` being those of the panels and `x` of the first token.
+template <Format F, int P, int T>
+CLOVER_INLINE void add_codes(const uint8_t* const (&codes)[P], const uint16_t* x, int64_t stride,
+                             Ints (&sums)[T][P * kVecs]) {
+  Shorts v[2][T];
+#pragma GCC unroll 8
   for (int t = 0; t < T; ++t) {
-    float* to = totals + t * kStride;
-    for (int c = 0; scales && c < P * kVecs; ++c) {
-      Vec total = load(to + c * kWidth) + load(scales->scale + c * kWidth) * sums[t][c];
-      if (scales->row_sums)
-        total += load(scales->minimum + c * kWidth) * scales->row_sums[t * scales->row_sums_stride];
-      sums[t][c] = total;
+    v[0][t] = splat_codes(x + t * stride);
+    v[1][t] = splat_codes(x + t * stride + 2);
+  }
+#pragma GCC unroll 8
+  for (int c = 0; c < P * kVecs; ++c) {
+    const uint8_t* at = codes[c / kVecs] + c % kVecs * 2 * kWidth;
+    Shorts w[2];
+    if (F == Format::kInt4) {
+      const Shorts both = load_nibbles(at);
+      w[0] = low_codes(both);
+      w[1] = high_codes(both);
+    } else {
+      w[0] = load_codes(at);
+      w[1] = load_codes(at + kPairs);
     }
-    for (int c = 0; c < P * kVecs; ++c) store(to + c * kWidth, sums[t][c]);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t)
+      sums[t][c] = dot_codes(dot_codes(sums[t][c], w[0], v[0][t]), w[1], v[1][t]);
   }
 }
 
-template <int P>
-void span(int tokens, const Tile& tile, const Ahead& ahead, const Scales* scales, float* totals) {
+// sums[t][c] += the products of a group of inputs, scaled.
+template <Format F, int P, int T>
+CLOVER_INLINE void add_group(const Tile& tile, int64_t g, Ahead& ahead, Vec (&sums)[T][P * kVecs]) {
+  constexpr bool kMinima = F == Format::kInt4;
+  constexpr int kStep = kMinima ? kPairs : 2 * kPairs;  // bytes of two pairs
+  const uint8_t *halves[P], *codes[P];
+  for (int p = 0; p < P; ++p) {
+    halves[p] = tile.panels[p] + g * group_bytes(F);
+    codes[p] = halves[p] + (kMinima ? 4 : 2) * kBlock;
+  }
+  const uint16_t* x = tile.x.data + g * kGroup;
+  Ints whole[T][P * kVecs] = {};
+  for (int k = 0; k < kGroup; k += 4) {
+    ask(ahead);
+    add_codes<F, P, T>(codes, x + k, tile.x.stride, whole);
+    for (int p = 0; p < P; ++p) codes[p] += kStep;
+  }
+  for (int c = 0; c < P * kVecs; ++c) {
+    const auto* half = reinterpret_cast<const Float16*>(halves[c / kVecs]) + c % kVecs * kWidth;
+    const Vec scale = load(half);
+    for (int t = 0; t < T; ++t) {
+      const int64_t at = t * tile.x.groups + g;
+      sums[t][c] += scale * tile.x.scales[at] * __builtin_convertvector(whole[t][c], Vec);
+      if (kMinima) sums[t][c] += load(half + kBlock) * tile.x.sums[at];
+    }
+  }
+}
+
+// totals[t][o] += the products of a span.
+template <Format F, int P, int T>
+void span(const Tile& tile, Ahead ahead, float* totals) {
+  constexpr int kStride = kPanels * kBlock;
+  Vec sums[T][P * kVecs];
+  for (int t = 0; t < T; ++t)
+    for (int c = 0; c < P * kVecs; ++c) sums[t][c] = load(totals + t * kStride + c * kWidth);
+  if constexpr (F == Format::kBFloat16) {
+    add_products<P, T>(tile, ahead, sums);
+  } else {
+    for (int64_t g = 0; g < tile.inputs / kGroup; ++g) add_group<F, P, T>(tile, g, ahead, sums);
+  }
+  for (int t = 0; t < T; ++t)
+    for (int c = 0; c < P * kVecs; ++c) store(totals + t * kStride + c * kWidth, sums[t][c]);
+}
+
+template <Format F, int P>
+void span(int tokens, const Tile& tile, const Ahead& ahead, float* totals) {
   static_assert(kTokens <= 6, "a case for each number of tokens");
   switch (tokens) {
     case 1:
-      return span<P, 1>(tile, ahead, scales, totals);
+      return span<F, P, 1>(tile, ahead, totals);
     case 2:
-      return span<P, 2>(tile, ahead, scales, totals);
+      return span<F, P, 2>(tile, ahead, totals);
 #if defined(__AVX512F__)
     case 3:
-      return span<P, 3>(tile, ahead, scales, totals);
+      return span<F, P, 3>(tile, ahead, totals);
     case 4:
-      return span<P, 4>(tile, ahead, scales, totals);
+      return span<F, P, 4>(tile, ahead, totals);
 #endif
 #if defined(__AVX512BF16__)
     case 5:
-      return span<P, 5>(tile, ahead, scales, totals);
+      return span<F, P, 5>(tile, ahead, totals);
     case 6:
-      return span<P, 6>(tile, ahead, scales, totals);
+      return span<F, P, 6>(tile, ahead, totals);
 #endif
   }
 }
 
-void span(int panels, int tokens, const Tile& tile, const Ahead& ahead, const Scales* scales,
-          float* totals) {
+template <Format F>
+void span(int panels, int tokens, const Tile& tile, const Ahead& ahead, float* totals) {
   static_assert(kPanels == 2 || kPanels == 4, "a case for each number of panels");
   switch (panels) {
     case 1:
-      return span<1>(tokens, tile, ahead, scales, totals);
+      return span<F, 1>(tokens, tile, ahead, totals);
     case 2:
-      return span<2>(tokens, tile, ahead, scales, totals);
+      return span<F, 2>(tokens, tile, ahead, totals);
 #if defined(__AVX512F__)
     case 3:
-      return span<3>(tokens, tile, ahead, scales, totals);
+      return span<F, 3>(tokens, tile, ahead, totals);
     case 4:
-      return span<4>(tokens, tile, ahead, scales, totals);
+      return span<F, 4>(tokens, tile, ahead, totals);
 #endif
   }
 }
@@ -197,72 +243,49 @@ struct Panels {
 };
 
 // One span for all of `x`'s tokens, a tile's at a time; each asks for its share of what is ahead.
-void span_of_rows(const Panels& panels, Tile tile, const Rows& x, int64_t k, Scales* scales,
-                  const uint8_t* ahead, int lines, float* totals) {
+template <Format F>
+void span_of_rows(const Panels& panels, Tile tile, const Rows& x, const uint8_t* ahead,
+                  float* totals) {
+  constexpr int64_t kUnit = F == Format::kBFloat16 ? 2 : 4;  // inputs between two times of asking
   const int groups = static_cast<int>((x.count + kTokens - 1) / kTokens);
-  const int share = (lines + groups - 1) / groups;
+  const int64_t times = tile.inputs / kUnit;
+  const int64_t lines = (panels.count * panel_bytes(F, tile.inputs) + kLine - 1) / kLine;
+  const int64_t share = ahead ? (lines + groups - 1) / groups : 0;
   for (int g = 0; g < groups; ++g) {
     const int64_t from = g * x.count / groups;
+    tile.x = x.from(from);
+    const int64_t last = (g + 1) * share < lines ? (g + 1) * share : lines;
+    const Ahead asked = {ahead + g * share * kLine, ahead + last * kLine,
+                         static_cast<int>((share + times - 1) / times)};
     const int tokens = static_cast<int>((g + 1) * x.count / groups - from);
-    tile.x = x.data + from * x.stride + k;
-    tile.x_stride = x.stride;
-    const int left = ahead ? lines - g * share : 0;
-    const Ahead asked = {ahead + g * share * tile.pairs * kLine, left < 0       ? 0
-                                                                 : left < share ? left
-                                                                                : share};
-    if (scales && scales->row_sums)
-      scales->row_sums = x.sums + from * scales->row_sums_stride + k / kGroup;
-    span(panels.count, tokens, tile, asked, scales, totals + from * kPanels * kBlock);
-  }
-}
-
-void multiply_plain(const Matrix& m, const Panels& panels, const Rows& x, float* totals) {
-  const int64_t inputs = round_up(m.inputs, 2);
-  const int64_t step = x.count > kTokens ? kSpan : inputs;
-  for (int64_t k = 0; k < inputs; k += step) {
-    Tile tile;
-    for (int p = 0; p < panels.count; ++p)
-      tile.panels[p] = reinterpret_cast<const uint16_t*>(panels.at[p]) + k * kBlock;
-    tile.pairs = (inputs - k < step ? inputs - k : step) / 2;
-    const uint8_t* ahead = panels.ahead ? panels.ahead + panels.count * k * kBlock * 2 : nullptr;
-    span_of_rows(panels, tile, x, k, nullptr, ahead, panels.count, totals);
-  }
-}
-
-void multiply_grouped(const Matrix& m, const Panels& panels, const Rows& x, float* totals) {
-  alignas(64) uint16_t plain[kPanels][kGroup * kBlock];
-  const int64_t groups = m.groups(), bytes = group_bytes(m.format);
-  const bool minima = m.format == Format::kInt4;
-  Scales scales;
-  scales.row_sums_stride = groups;
-  for (int64_t g = 0; g < groups; ++g) {
-    Tile tile;
-    tile.pairs = kGroup / 2;
-    for (int p = 0; p < panels.count; ++p) {
-      const uint8_t* group = panels.at[p] + g * bytes;
-      const Float16* halves = reinterpret_cast<const Float16*>(group);
-      for (int o = 0; o < kBlock; o += kWidth) {
-        store(scales.scale + p * kBlock + o, load(halves + o));
-        if (minima) store(scales.minimum + p * kBlock + o, load(halves + kBlock + o));
-      }
-      for (int64_t i = 0; panels.ahead && i < bytes; i += kLine)
-        __builtin_prefetch(panels.ahead + (g * panels.count + p) * bytes + i, 0, 2);
-      if (minima)
-        unpack_int4(group + 4 * kBlock, plain[p]);
-      else
-        unpack_int8(group + 2 * kBlock, plain[p]);
-      tile.panels[p] = plain[p];
-    }
-    scales.row_sums = minima ? x.sums : nullptr;
-    span_of_rows(panels, tile, x, g * kGroup, &scales, nullptr, 0, totals);
+    span<F>(panels.count, tokens, tile, asked, totals + from * kPanels * kBlock);
   }
 }
 
 // totals[t][o], kPanels * kBlock a row.
+template <Format F>
 void multiply(const Matrix& m, const Panels& panels, const Rows& x, float* totals) {
   __builtin_memset(totals, 0, x.count * kPanels * kBlock * sizeof *totals);
-  return m.format == Format::kBFloat16 ? multiply_plain(m, panels, x, totals)
-                                       : multiply_grouped(m, panels, x, totals);
+  const int64_t inputs = round_up(m.inputs, F == Format::kBFloat16 ? 2 : kGroup);
+  const int64_t step = x.count > kTokens ? kSpan : inputs;
+  for (int64_t k = 0; k < inputs; k += step) {
+    Tile tile;
+    for (int p = 0; p < panels.count; ++p) tile.panels[p] = panels.at[p] + panel_bytes(F, k);
+    tile.inputs = inputs - k < step ? inputs - k : step;
+    const uint8_t* ahead = panels.ahead ? panels.ahead + panels.count * panel_bytes(F, k) : nullptr;
+    span_of_rows<F>(panels, tile, x.at_input(k), ahead, totals);
+  }
+}
+
+void multiply(const Matrix& m, const Panels& panels, const Rows& x, float* totals) {
+  switch (m.format) {
+    case Format::kBFloat16:
+      return multiply<Format::kBFloat16>(m, panels, x, totals);
+    case Format::kInt8:
+      return multiply<Format::kInt8>(m, panels, x, totals);
+    case Format::kInt4:
+      return multiply<Format::kInt4>(m, panels, x, totals);
+  }
 }
 
 // Calls `finish(first output, size, first token, tokens, totals)` for each tile of a part.
@@ -284,8 +307,8 @@ CLOVER_INLINE void each_tile(const Matrix& m, const Rows& x, const Part& part,
       panels.ahead = i + 1 < tiles ? m.weight + until * m.block() : part.next;
       if (!part.next || t != 0) panels.ahead = nullptr;
       const int64_t tokens = x.count - t < kTokenBlock ? x.count - t : kTokenBlock;
-      const Rows some = {x.data + t * x.stride, x.stride, tokens,
-                         x.sums ? x.sums + t * m.groups() : nullptr};
+      Rows some = x.from(t);
+      some.count = tokens;
       multiply(m, panels, some, totals);
       finish(from * kBlock, static_cast<int>(last - from * kBlock), t, tokens, totals);
     }
@@ -332,13 +355,18 @@ void gate_up(const Matrix& m, const Rows& x, const Part& part, uint16_t* y, int6
   });
 }
 
-void group_sums(const uint16_t* x, int64_t size, float* y) {
+void encode_row(const uint16_t* x, int64_t size, uint16_t* codes, float* scales, float* sums) {
   static_assert(kGroup % kWidth == 0, "groups are whole vectors");
   for (int64_t i = 0; i < size; i += kGroup) {
-    Vec sums = {};
-    for (int k = 0; k < kGroup; k += kWidth)
-      sums += load(reinterpret_cast<const BFloat16*>(x + i + k));
-    y[i / kGroup] = sum(sums);
+    uint16_t filled[kGroup];
+    const uint16_t* group = x + i;
+    if (size - i < kGroup) {
+      for (int64_t k = 0; k < kGroup; ++k) filled[k] = i + k < size ? x[i + k] : uint16_t{0};
+      group = filled;
+    }
+    const Encoded made = encode(group, codes + i);
+    scales[i / kGroup] = made.scale;
+    sums[i / kGroup] = made.sum;
   }
 }
 
@@ -410,6 +438,6 @@ void rotate(const float* x, const uint16_t* weight, float eps, const uint16_t* c
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    CLOVER_STRING(CLOVER_ISA), project, gate_up, group_sums, norm, rotate, narrow, widen};
+    CLOVER_STRING(CLOVER_ISA), project, gate_up, encode_row, norm, rotate, narrow, widen};
 
 }  // namespace clover::dense::CLOVER_ISA

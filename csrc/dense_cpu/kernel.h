@@ -7,13 +7,14 @@
 // Packed weights are panels of kBlock outputs (the last one filled up with zeros), one after the
 // other. Of a panel, by format:
 //   bfloat16  pairs of inputs, of each the kBlock outputs' two numbers: [inputs / 2][16][2]
-//   int8      groups of kGroup inputs: 16 scales (float16), then 512 codes: w = scale * code
+//   int8      groups of kGroup inputs: 16 scales (float16), then 512 codes in the same order, bytes
+//             with a sign: w = scale * code
 //   int4      groups of kGroup inputs: 16 scales and 16 minima (float16), then 256 bytes of codes
-//             from 0 to 15: w = scale * code + minimum
-// Inputs are filled up with zeros to whole pairs or groups. Codes of four inputs are 64 numbers,
-// [4][2][4][2]: output / 4, pair, output % 4, input of the pair; the low halves of 64 bytes of
-// int4 are the codes of four inputs, the high halves those of the next four. An int8 code is a sign
-// bit and a magnitude.
+//             from 0 to 15: w = scale * code + minimum. The low halves of 32 bytes are the codes of
+//             a pair of inputs, the high halves those of the next pair.
+// Inputs are filled up with zeros to whole pairs or groups.
+//
+// Over quantised weights rows are codes too: 16 bits each and a scale for each kGroup inputs.
 #pragma once
 
 #include <cstdint>
@@ -49,12 +50,25 @@ struct Matrix {
   int64_t groups() const { return (inputs + kGroup - 1) / kGroup; }
 };
 
-// Rows of bfloat16, `stride` elements apart, with zeros up to what the format reads of inputs.
+// Rows of bfloat16, `stride` elements apart, with zeros up to a whole pair of inputs; over
+// quantised weights what `encode` makes of them: codes, scales and sums of each group of inputs.
 struct Rows {
   const uint16_t* data;
   int64_t stride;
   int64_t count;
-  const float* sums;  // [count, groups]: of each group of inputs; read for int4 alone
+  int64_t groups;       // of a row; 0: bfloat16
+  const float* scales;  // [count, groups]
+  const float* sums;
+
+  // Inlined always, so that no object lends its code to those for other processors.
+  [[gnu::always_inline]] Rows from(int64_t row) const {
+    return {data + row * stride, stride, count - row, groups, scales + row * groups,
+            sums + row * groups};
+  }
+  [[gnu::always_inline]] Rows at_input(int64_t k) const {
+    const int64_t group = groups ? k / kGroup : 0;
+    return {data + k, stride, count, groups, scales + group, sums + group};
+  }
 };
 
 // Outputs [first, last) of a product, whole panels but for the last one. While they are computed
@@ -73,8 +87,9 @@ struct Kernels {
                   int64_t y_stride);
   // y[t, o] = silu(gate product) * (up product); `m` has two folds.
   void (*gate_up)(const Matrix& m, const Rows& x, const Part& part, uint16_t* y, int64_t y_stride);
-  // y[g] = the sum of group g of a row; `size` is a multiple of kGroup.
-  void (*group_sums)(const uint16_t* x, int64_t size, float* y);
+  // A row of bfloat16 numbers as codes, of 16 bits with a sign, and each group's scale and sum:
+  // x = scale * code, to 2^-15 of the largest of its group at worst. Filled up to whole groups.
+  void (*encode)(const uint16_t* x, int64_t size, uint16_t* codes, float* scales, float* sums);
   // y = x / sqrt(mean(x^2) + eps) * weight.
   void (*norm)(const float* x, const uint16_t* weight, int64_t size, float eps, uint16_t* y);
   // One head: normalised where `weight` is not null, then turned, y = x * cos + roll(x, d/2) * sin.

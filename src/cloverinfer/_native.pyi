@@ -415,6 +415,10 @@ class CudaDense:
 def dense_isas() -> list[str]:
     """Instruction sets compiled in and supported by this processor, the baseline first."""
 
+def greedy_tokens(logits: int, rows: int, columns: int, /) -> list[int]:
+    """The place of each row's largest float32, the lowest where several are equal; -1 where it is
+    not finite or the row holds a NaN."""
+
 def dense_packed_bytes(format: int, outputs: int, inputs: int) -> int:
     """Size of a matrix in panels, as ``csrc/dense_cpu/kernel.h`` describes them.
 
@@ -427,6 +431,23 @@ def dense_pack(
     """Brings a bfloat16 matrix into panels of bfloat16 or int8 at ``to``.
 
     ``size``: outputs of a fold, inputs, folds (one below the other), whose panels alternate.
+    """
+
+def dense_read_blocks(
+    *, threads: int, kind: int, blocks: int, count: int, to: tuple[int, int, int]
+) -> None:
+    """Blocks of a GGUF file as codes, scales and minima (0 for Q8_0), at these addresses.
+
+    ``kind``: 0 Q4_0, 1 Q4_1, 2 Q8_0.
+    """
+
+def dense_pack_codes(
+    *, threads: int, format: int, codes: tuple[int, int, int], size: tuple[int, int, int], to: int
+) -> None:
+    """Brings a quantised matrix, whose inputs are whole groups of 32, into panels at ``to``.
+
+    ``codes``: addresses of the codes (a byte each), of the groups' scales and of their minima
+    (float16; 0 for int8), rows one below the other. ``size`` as for ``dense_pack``.
     """
 
 class CpuDense:

@@ -13,7 +13,7 @@ from cloverinfer import _native
 from cloverinfer.models.base import ModelArch
 from cloverinfer.models.linear import Linear
 from cloverinfer.models.native import LayerWeights, ModelWeights, NativeStages
-from cloverinfer.models.packed import GROUP, Codes, Format, QuantizedLinear, pack_codes
+from cloverinfer.models.packed import GROUP, Codes, Format, Packing, QuantizedLinear, pack
 from cloverinfer.models.rope import rope_table
 
 ISAS = _native.dense_isas()
@@ -122,7 +122,21 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return x.float().bfloat16().double()
 
 
+class Dequantized(Linear):
+    """A quantised product's weight as plain numbers, in float64."""
+
+
+def encoded(x: torch.Tensor) -> torch.Tensor:
+    """Rows as the kernels take them over quantised weights: whole multiples of a power of two, of
+    which the largest of a group has between 2^14 and 2^15."""
+    groups = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    _, exponent = torch.frexp(groups.abs().amax(-1, keepdim=True).clamp_min(2.0**-112))
+    scale = torch.ldexp(torch.ones_like(groups[..., :1]), exponent - 15)
+    return (groups / scale).round().mul(scale).flatten(1)[:, : x.shape[1]]
+
+
 def product(linear: Linear, x: torch.Tensor) -> torch.Tensor:
+    x = encoded(x) if isinstance(linear, Dequantized) else x
     out = x @ linear.weight.double().T
     return out if linear.bias is None else out + linear.bias.double()
 
@@ -344,7 +358,7 @@ def dequantized(linear: Linear) -> Linear:
     """The same product with a plain weight in float64."""
     quantized = isinstance(linear, QuantizedLinear)
     codes = linear.codes if quantized else quantize_int8(linear.weight)
-    return Linear(codes.dequantized()[:, : linear.shape[1]], linear.bias)
+    return Dequantized(codes.dequantized()[:, : linear.shape[1]], linear.bias)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -410,6 +424,39 @@ def test_int8_results_depend_neither_on_threads_nor_on_the_batch(isa: str) -> No
             assert torch.equal(whole[rows], part)
 
 
+PANEL = 16
+"""Outputs of a panel."""
+
+
+def panels_of(codes: Codes, folds: int) -> torch.Tensor:
+    """What the native side is to write, by its header's description."""
+    more = (0, 0, 0, -(codes.codes_oi.shape[0] // folds) % PANEL)
+
+    def grouped(values_ox: torch.Tensor) -> torch.Tensor:
+        """``[panel, fold, g, o, ...]``, the folds' panels in turns."""
+        parts = [torch.nn.functional.pad(part, more) for part in values_ox.chunk(folds)]
+        shape = (-1, PANEL, codes.scales_og.shape[1], values_ox.shape[1])
+        whole = torch.stack([part.view(-1, PANEL, part.shape[1]) for part in parts], 1)
+        return whole.unflatten(3, (shape[2], -1)).transpose(2, 3).contiguous()
+
+    pairs = grouped(codes.codes_oi).view(torch.uint8).unflatten(4, (-1, 2)).transpose(3, 4)
+    if codes.format is Format.INT4:
+        pairs = pairs[..., ::2, :, :] | pairs[..., 1::2, :, :] << 4
+    stored = [grouped(codes.scales_og).view(torch.uint8).flatten(3)]
+    if codes.minima_og is not None:
+        stored.append(grouped(codes.minima_og).view(torch.uint8).flatten(3))
+    return torch.cat((*stored, pairs.flatten(3)), 3).flatten()
+
+
+def packed(linear: Linear, folds: int, int8: bool = False) -> torch.Tensor:
+    outputs, inputs = linear.shape
+    kind = linear.codes.format if isinstance(linear, QuantizedLinear) else Format.INT8
+    size = folds * _native.dense_packed_bytes(kind, outputs // folds, inputs)
+    panels = torch.empty(size, dtype=torch.uint8)
+    pack(linear, folds, Packing(2, int8), panels)
+    return panels
+
+
 def test_int8_panels_are_those_of_the_codes() -> None:
     """Also where a group is all zeros, tiny, or holds its largest weight at both ends."""
     generator = torch.Generator().manual_seed(8)
@@ -417,14 +464,65 @@ def test_int8_panels_are_those_of_the_codes() -> None:
     weight[3, :32] = 0
     weight[4, 32:64] *= 1e-9
     weight[5, 64], weight[5, 65] = -3, 3
-    panels = torch.empty(_native.dense_packed_bytes(Format.INT8, 37, 100), dtype=torch.uint8)
-    _native.dense_pack(
-        threads=2,
-        format=Format.INT8,
-        weight=weight.data_ptr(),
-        size=(37, 100, 1),
-        to=panels.data_ptr(),
-    )
-    assert torch.equal(panels, pack_codes(quantize_int8(weight)).flatten())
+    made = packed(Linear(weight), 1, int8=True)
+    codes = quantize_int8(weight)
+    assert torch.equal(made, panels_of(codes, 1))
+    assert torch.equal(made, packed(QuantizedLinear(codes), 1))
     with pytest.raises(ValueError, match="int4 is packed from its codes only"):
         _native.dense_pack(threads=1, format=2, weight=64, size=(1, 1, 1), to=64)
+    with pytest.raises(ValueError, match="whole groups"):
+        _native.dense_pack_codes(threads=1, format=1, codes=(64, 64, 0), size=(1, 1, 1), to=64)
+    with pytest.raises(ValueError, match="no codes"):
+        _native.dense_pack_codes(threads=1, format=0, codes=(64, 64, 0), size=(1, 32, 1), to=64)
+
+
+@pytest.mark.parametrize("folds", [1, 2])
+def test_int4_panels_are_those_of_the_codes(folds: int) -> None:
+    codes = random_int4(38, 96, torch.Generator().manual_seed(9))
+    assert torch.equal(packed(QuantizedLinear(codes), folds), panels_of(codes, folds))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_rows_are_multiplied_as_they_are_encoded(isa: str, kind: str) -> None:
+    """Attended rows come in unrounded; numbers far apart in one group, zeros, subnormals."""
+    arch, generator = WHOLE_GROUPS["odd panels"], torch.Generator().manual_seed(10)
+
+    def quantized(linear: Linear) -> Linear:
+        if kind == "int8":
+            return QuantizedLinear(quantize_int8(linear.weight))
+        return QuantizedLinear(random_int4(*linear.shape, generator))
+
+    plain = make_weights(arch, bias=False, qk_norm=False)
+    weights = over_linears(plain, quantized)
+    down = weights.layers[0].down.codes  # type: ignore[attr-defined]
+    down.scales_og.zero_()
+    if down.minima_og is not None:
+        down.minima_og.zero_()
+    native = NativeStages(arch, weights, 2, isa)
+    inputs = Inputs(arch, 7)
+    inputs.hidden.zero_()
+    spread = 2.0 ** -torch.randint(25, inputs.attended.shape, generator=generator)
+    inputs.attended = (inputs.attended * spread).bfloat16()
+    inputs.attended[2] = 0
+    inputs.attended[3] *= 1e-38
+    *_, (hidden,) = native.stage(1, inputs.attended, inputs.carry, None)
+    x = inputs.attended.double().flatten(1)
+    out = dequantized(weights.layers[0].out)
+    allowed = 2.0**-20 * (x.abs() @ out.weight.double().abs().T) + 1e-38
+    assert ((hidden.double() - product(out, x)).abs() <= allowed).all()
+    largest = x.abs().unflatten(1, (-1, GROUP)).amax(-1).repeat_interleave(GROUP, 1)
+    assert ((encoded(x) - x).abs() <= 2.0**-15 * largest + 2.0**-127).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_stays_so_and_alone(isa: str, bad: float) -> None:
+    arch = WHOLE_GROUPS["odd panels"]
+    native = NativeStages(arch, make_weights(arch, False, False), 2, isa, int8=True)
+    inputs = Inputs(arch, 3)
+    good = native.stage(1, inputs.attended, inputs.carry, None)[3][0]
+    inputs.attended[1, 0, 0] = bad
+    *_, (hidden,) = native.stage(1, inputs.attended, inputs.carry, None)
+    assert not hidden[1].isfinite().any()
+    assert torch.equal(hidden[::2], good[::2])

@@ -66,13 +66,14 @@ def test_codes_are_what_the_file_says(kind: str, tmp_path: Path) -> None:
         assert (codes.dequantized() - plain).abs().max() <= 2.0**-23 * plain.abs().max()
 
 
-def test_a_code_of_minus_128_is_left_to_the_plain_way(tmp_path: Path) -> None:
+def test_a_code_of_minus_128_is_kept(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "x.gguf", {"blk.0.ffn_up.weight": (random(16, 32), "Q8_0")})
     blocks = np.array(file.stored(UP_NAME)[1])  # type: ignore[index]
-    assert read_codes(file, UP_NAME) is not None
     blocks[3, 7] = 0x80
     file.stored = lambda name: ("Q8_0", blocks)  # type: ignore[method-assign]
-    assert read_codes(file, UP_NAME) is None
+    codes = read_codes(file, UP_NAME)
+    assert codes is not None
+    assert codes.codes_oi[3, 5] == -128
 
 
 def test_matrices_of_other_types_are_read_plainly(tmp_path: Path) -> None:

@@ -26,6 +26,15 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
     assert sample(logits, [greedy(), drawn()], [0, 0])[0] == 1
 
 
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 300])
+def test_greedy_finds_the_largest_wherever_it_is(size: int) -> None:
+    logits = torch.randn((size, size), generator=torch.Generator().manual_seed(2))
+    logits[range(size), range(size)] = 9.0
+    assert sample(logits, [greedy()] * size, [0] * size) == list(range(size))
+    logits[range(size), range(size)] = float("nan")
+    assert sample(logits, [greedy()] * size, [0] * size) == [NO_TOKEN] * size
+
+
 def test_a_draw_does_not_depend_on_its_batch() -> None:
     logits = torch.randn((24, 1000), generator=torch.Generator().manual_seed(1)) * 3
     kinds = [

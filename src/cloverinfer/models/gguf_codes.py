@@ -1,6 +1,7 @@
 """A GGUF file's quantised matrices as they are stored, without a way through other types.
 
-It owns the block layouts of Q4_0, Q4_1 and Q8_0. Matrices of other types are read as plain ones.
+Those of Q4_0, Q4_1 and Q8_0, whose blocks ``csrc/dense_cpu/blocks.h`` knows; matrices of other
+types are read as plain ones.
 """
 
 from __future__ import annotations
@@ -9,56 +10,38 @@ from collections.abc import Sequence
 
 import torch
 
+from .. import _native
 from .gguf_file import GGUFFile
 from .linear import Linear
 from .packed import GROUP, Codes, Format, QuantizedLinear
 from .weights import Checkpoint
 
-_HALF = 2
-"""Bytes of a scale or minimum."""
+_KINDS = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2}
+"""As ``csrc/dense_cpu/blocks.h`` numbers them."""
+_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
 
 
 def read_codes(file: GGUFFile, name: str) -> Codes | None:
     """The matrix ``name`` (Hugging Face's) of ``file``; None where it is of another type."""
     stored = file.stored(name)
-    if stored is None:
+    if stored is None or stored[0] not in _KINDS:
         return None
     kind, rows = stored
-    if kind not in _READERS:
-        return None
-    blocks = torch.from_numpy(rows)
-    sizes = {"Q4_0": _HALF + GROUP // 2, "Q4_1": 2 * _HALF + GROUP // 2, "Q8_0": _HALF + GROUP}
-    return _READERS[kind](blocks.view(blocks.shape[0], -1, sizes[kind]))
-
-
-def _halves(blocks_ogb: torch.Tensor, at: int) -> torch.Tensor:
-    return blocks_ogb[..., at : at + _HALF].contiguous().view(torch.float16)[..., 0]
-
-
-def _nibbles(blocks_ogb: torch.Tensor, at: int) -> torch.Tensor:
-    """A block's first half is in the low halves of its bytes."""
-    both = blocks_ogb[..., at:]
-    return torch.cat((both & 0x0F, both >> 4), 2).flatten(1)
-
-
-def _read_q4_0(blocks_ogb: torch.Tensor) -> Codes:
-    scales = _halves(blocks_ogb, 0)
-    return Codes(Format.INT4, _nibbles(blocks_ogb, _HALF), scales, scales * -8)
-
-
-def _read_q4_1(blocks_ogb: torch.Tensor) -> Codes:
-    minima = _halves(blocks_ogb, _HALF)
-    return Codes(Format.INT4, _nibbles(blocks_ogb, 2 * _HALF), _halves(blocks_ogb, 0), minima)
-
-
-def _read_q8_0(blocks_ogb: torch.Tensor) -> Codes | None:
-    codes = blocks_ogb[..., _HALF:].contiguous().view(torch.int8).flatten(1)
-    if bool((codes == -128).any()):
-        return None  # not a sign and a magnitude of seven bits
-    return Codes(Format.INT8, codes, _halves(blocks_ogb, 0), None)
-
-
-_READERS = {"Q4_0": _read_q4_0, "Q4_1": _read_q4_1, "Q8_0": _read_q8_0}
+    shape = rows.shape[0], rows.shape[1] // _BLOCK_BYTES[kind]
+    has_minima = kind != "Q8_0"
+    scales_og = torch.empty(shape, dtype=torch.float16)
+    minima_og = torch.empty_like(scales_og) if has_minima else None
+    codes = torch.uint8 if has_minima else torch.int8
+    codes_oi = torch.empty((shape[0], shape[1] * GROUP), dtype=codes)
+    minima = 0 if minima_og is None else minima_og.data_ptr()
+    _native.dense_read_blocks(
+        threads=torch.get_num_threads(),
+        kind=_KINDS[kind],
+        blocks=rows.ctypes.data,
+        count=scales_og.numel(),
+        to=(codes_oi.data_ptr(), scales_og.data_ptr(), minima),
+    )
+    return Codes(Format.INT4 if has_minima else Format.INT8, codes_oi, scales_og, minima_og)
 
 
 class GGUFCheckpoint(Checkpoint):

@@ -120,7 +120,7 @@ class GGUFFile(WeightSource):
         tensor = self._tensors[_gguf_name(name, self._in_layer)]
         if tensor.data.dtype != np.uint8 or tensor.data.ndim != 2:
             return None
-        return tensor.tensor_type.name, np.array(self._in_order(name, tensor.data), order="C")
+        return tensor.tensor_type.name, np.ascontiguousarray(self._in_order(name, tensor.data))
 
     def _in_order(self, name: str, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Rows as Hugging Face has them."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .. import _native
 from ..wire.messages import Sampling
 
 _MASK = (1 << 64) - 1
@@ -35,14 +36,22 @@ def sample(
     random = [i for i, p in enumerate(params) if p.temperature > 0]
     tokens = [NO_TOKEN] * len(params)
     if len(random) < len(params):
-        largest = logits_tc.max(-1)
-        tokens = largest.indices.masked_fill_(~largest.values.isfinite(), NO_TOKEN).tolist()
+        tokens = _greedy(logits_tc)
     if not random:
         return tokens
     drawn = _draw(logits_tc[random], [params[i] for i in random], [positions[i] for i in random])
     for i, token in zip(random, drawn, strict=True):
         tokens[i] = token
     return tokens
+
+
+def _greedy(logits_tc: torch.Tensor) -> list[int]:
+    if logits_tc.is_cpu:
+        whole_tc = logits_tc.contiguous()
+        assert whole_tc.dtype == torch.float32
+        return _native.greedy_tokens(whole_tc.data_ptr(), *whole_tc.shape)
+    largest = logits_tc.max(-1)
+    return largest.indices.masked_fill_(~largest.values.isfinite(), NO_TOKEN).tolist()
 
 
 def uniform(seed: int, position: int) -> float:
