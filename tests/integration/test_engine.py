@@ -54,6 +54,16 @@ def test_sampling_is_repeatable_by_seed_alone(llm):
     assert alone != other
 
 
+def test_prompts_of_one_call_are_read_in_one_step(model):
+    one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    with LLM(model, topology="colocated", num_blocks=64, block_size=16, max_num_seqs=8) as llm:
+        assert len(llm.generate([[i, 5, 7] for i in range(1, 9)], one)) == 8
+        assert llm.engine.nodes()[0]["steps"] == 1
+        with pytest.raises(RequestError):
+            llm.generate([[1, 2], [1] * (llm.engine.max_model_len + 1)], one)
+        assert llm.engine.nodes()[0]["steps"] == 1, "no prompt is read where one is refused"
+
+
 def test_a_stop_token_ends_with_stop_even_as_the_first_token(llm):
     first, second, *_ = llm.generate([[5, 6, 7]], GREEDY)[0].token_ids
     for stop, count in ((first, 1), (second, 2 if second != first else 1)):

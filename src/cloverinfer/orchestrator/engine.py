@@ -45,7 +45,7 @@ from .cluster import Cluster
 from .counters import Counters, EngineStats
 from .grammars import GrammarDesk, Released
 from .intake import Intake
-from .live import Chunk, Live, RequestOptions, Sink
+from .live import Ask, Chunk, Live, RequestOptions, Sink
 from .metrics import DenseStep, StatsLog, request_metrics
 from .reports import NodeReports, transport_info
 
@@ -134,17 +134,26 @@ class Engine:
     ) -> str:
         """Begins a request and returns its id. Raises ``RequestError`` or ``EngineClosedError`` at
         once for what can be known at once; the rest reaches the sink."""
-        token_ids = self.tokens(prompt)
-        self._intake.check(sampling)
+        return self.submit_all([Ask(prompt, sampling, sink, options)])[0]
+
+    def submit_all(self, asks: Sequence[Ask]) -> list[str]:
+        """The same of several, which are admitted together: none is begun where one raises, and no
+        step is planned while others are still on their way."""
+        prepared = [self._prepare(ask) for ask in asks]
+        if not self._command(functools.partial(self._admit_each, prepared)):
+            self._check_open()
+        return [lives[0].group for lives in prepared]
+
+    def _prepare(self, ask: Ask) -> list[Live]:
+        token_ids = self.tokens(ask.prompt)
+        self._intake.check(ask.sampling)
         self._check_open()
-        lives = self._lives(token_ids, sampling, sink, options or RequestOptions())
+        lives = self._lives(token_ids, ask.sampling, ask.sink, ask.options or RequestOptions())
         # Those that share a prompt wait for the first to read it, and find it in prefix caches.
         if self.config.cache.enable_prefix_caching:
             lives[0].followers = lives[1:]
             del lives[1:]
-        if not self._command(functools.partial(self._admit_all, lives)):
-            self._check_open()
-        return lives[0].group
+        return lives
 
     def _lives(
         self, token_ids: list[int], sampling: SamplingParams, sink: Sink, options: RequestOptions
@@ -352,6 +361,10 @@ class Engine:
         self._release(self._desk.lost(name), now)
         if self._scheduler.dead_roles:
             self.failure = f"{name}: {reason}"
+
+    def _admit_each(self, prepared: Sequence[Sequence[Live]], now: float) -> None:
+        for lives in prepared:
+            self._admit_all(lives, now)
 
     def _admit_all(self, lives: Sequence[Live], now: float) -> None:
         """Admits sequences of one prompt. Their client is told of one refusal, which ends them all:

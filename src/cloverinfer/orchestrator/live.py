@@ -11,7 +11,7 @@ import msgspec
 from ..core.errors import CloverError, RequestError, check_text
 from ..core.logprobs import TokenLogprobs
 from ..core.request import Request
-from ..core.sampling import MOST
+from ..core.sampling import MOST, SamplingParams
 from ..scheduler import TokenEvent
 from .text import TextStream
 
@@ -63,6 +63,16 @@ class RequestOptions:
 
 Sink = Callable[[Union[Chunk, CloverError]], None]
 """Called by the engine's thread; an error is the last thing that comes."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request before it is begun: text or token ids, and who hears of it."""
+
+    prompt: str | list[int]
+    sampling: SamplingParams
+    sink: Sink
+    options: RequestOptions | None = None
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ from ..models import Tokenizer
 from .counters import EngineStats
 from .delivery import Couriers, Inbox
 from .engine import Engine
-from .live import Chunk, RequestOptions, Sink
+from .live import Ask, Chunk, RequestOptions, Sink
 
 LONG_TEXT = 2000
 """Characters whose tokenization takes about as long as a detour through a thread."""
@@ -184,6 +184,10 @@ class AsyncLLM:
         options = RequestOptions(request_id, priority, cache_salt)
         return self._engine.submit(prompt, sampling, sink, options)
 
+    def submit_all(self, asks: Sequence[Ask]) -> list[str]:
+        """Many at a time, which are admitted together; none where one raises."""
+        return self._engine.submit_all(asks)
+
     def abort(self, request_id: str) -> None:
         self._engine.abort(request_id)
 
@@ -238,8 +242,11 @@ class LLM:
         levels = [priority] * len(listed) if isinstance(priority, int) else list(priority)
         if len(levels) != len(listed):
             raise RequestError(f"{len(levels)} priorities for {len(listed)} prompts", "priority")
-        batch = _Batch(self.engine, self._max_queue)
-        return batch.run(list(zip(listed, params, levels, strict=True)), cache_salt)
+        asked = [
+            (prompt, one, RequestOptions(None, level, cache_salt))
+            for prompt, one, level in zip(listed, params, levels, strict=True)
+        ]
+        return _Batch(self.engine, self._max_queue).run(asked)
 
     def close(self) -> None:
         self.engine.close()
@@ -251,8 +258,10 @@ class LLM:
         self.close()
 
 
-_Ask = tuple[Union[str, list[int]], SamplingParams, int]
-"""A prompt, its parameters and priority."""
+_Asked = tuple[Union[str, list[int]], SamplingParams, RequestOptions]
+"""A prompt, its parameters and options."""
+_TOGETHER = 64
+"""Requests that are admitted together: so first steps are full, and nodes do not wait long."""
 
 
 class _Batch:
@@ -270,25 +279,38 @@ class _Batch:
         self._left: dict[int, _Left] = {}
         self._live = 0
 
-    def run(self, asks: Sequence[_Ask], cache_salt: str | None) -> list[Completion]:
+    def run(self, asked: Sequence[_Asked]) -> list[Completion]:
         begun = 0
         try:
-            while begun < len(asks) or self._names:
-                while begun < len(asks) and self._fits(asks[begun][1].n):
-                    self._begin(begun, asks[begun], cache_salt)
-                    begun += 1
+            while begun < len(asked) or self._names:
+                while some := self._next(asked, begun):
+                    self._begin(begun, some)
+                    begun += len(some)
                 self._take()
         finally:
             for name in self._names.values():
                 self._engine.abort(name)
-        return [_grouped(self._heard[i]) for i in range(len(asks))]
+        return [_grouped(self._heard[i]) for i in range(len(asked))]
 
-    def _fits(self, count: int) -> bool:
-        """Alone, what the queue may refuse is tried."""
-        return not self._names or self._live + count <= self._limit
+    def _next(self, asked: Sequence[_Asked], begun: int) -> Sequence[_Asked]:
+        """Those that the queue takes now. Alone, what it may refuse is tried."""
+        live, end = self._live, begun
+        for _, sampling, _ in asked[begun : begun + _TOGETHER]:
+            live += sampling.n
+            if live > self._limit and (self._names or end > begun):
+                break
+            end += 1
+        return asked[begun:end]
 
-    def _begin(self, i: int, ask: _Ask, cache_salt: str | None) -> None:
-        prompt, sampling, priority = ask
+    def _begin(self, first: int, asked: Sequence[_Asked]) -> None:
+        asks = []
+        for i, (prompt, sampling, options) in enumerate(asked, first):
+            self._left[i] = _Left(sampling.n)
+            asks.append(Ask(prompt, sampling, self._sink(i), options))
+        self._names |= dict(enumerate(self._engine.submit_all(asks), first))
+        self._live += sum(ask.sampling.n for ask in asks)
+
+    def _sink(self, i: int) -> Sink:
         heard: dict[int, _Sequence] = {}
         self._heard[i] = heard
 
@@ -302,11 +324,7 @@ class _Batch:
             if item.finish_reason is not None:
                 self._ended.put((i, item))
 
-        self._names[i] = self._engine.submit(
-            prompt, sampling, sink, priority=priority, cache_salt=cache_salt
-        )
-        self._left[i] = _Left(sampling.n)
-        self._live += sampling.n
+        return sink
 
     def _take(self) -> None:
         i, item = self._ended.get()
