@@ -67,6 +67,22 @@ def _generate(model: Any, prompts: Sequence[list[int]], max_tokens: int) -> list
     return [Case(*each) for each in zip(prompts, tokens_nt, margins_nt, strict=True)]
 
 
+def reference_of(
+    model: Any, prompts: Sequence[list[int]], outputs: Sequence[list[int]]
+) -> list[Case]:
+    """What ``reference`` generates as far as it agrees with ``outputs``, read in one go for each
+    prompt, which is many times as quick: each token is the likeliest after those of ``outputs``
+    before it."""
+    cases = []
+    for prompt, tokens in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([[*prompt, *tokens[:-1]]], device=model.device)
+        with torch.inference_mode():
+            best = model(ids).logits[0, len(prompt) - 1 :].float().topk(2)
+        margins = (best.values[:, 0] - best.values[:, 1]).tolist()
+        cases.append(Case(prompt, best.indices[:, 0].tolist(), margins))
+    return cases
+
+
 def check(cases: Sequence[Case], outputs: Sequence[list[int]]) -> None:
     """Token for token the same; where the reference itself is undecided, up to there."""
     for i, (case, tokens) in enumerate(zip(cases, outputs, strict=True)):

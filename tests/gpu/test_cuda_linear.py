@@ -71,6 +71,17 @@ def test_gated_products(n: int, k: int, bias: bool) -> None:
         assert error(linear.gated(x), F.silu(gate) * up) < RELATIVE
 
 
+def test_small_products() -> None:
+    """What racecheck runs: tiles in several parts, plain and gated."""
+    plain, gate_up = product(136, 520), product(144, 264)
+    for rows in (3, 40):
+        x, residual = normal(rows, 520), normal(rows, 136)
+        assert error(plain.add(x, residual), exact(plain, x) + residual.double()) < RELATIVE
+        x = normal(rows, 264)
+        gate, up = exact(gate_up, x).chunk(2, -1)
+        assert error(gate_up.gated(x), F.silu(gate) * up) < RELATIVE
+
+
 def test_many_outputs() -> None:
     linear = product(128256, 1024)
     for rows in (1, 16, 64):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.e2e.test_smollm2 import TEXTS
-from tests.same_tokens import Case, check, reference, run
+from tests.same_tokens import Case, check, reference, reference_of, run
 from tests.tiny_models import add_tokenizer, make_tiny
 from transformers import AutoModelForCausalLM
 
@@ -183,9 +183,9 @@ def test_twenty_prompts_of_smollm2() -> None:
     long = tokenizer.encode(" ".join(TEXTS[2:10]) * 2)
     prompts = [tokenizer.encode(text) for text in TEXTS]
     prompts += [long[:1], long[:63], long[:64], long[:65]]
+    outputs = run(SMOLLM2, [Case(prompt, [], []) for prompt in prompts], 64, **COLOCATED)
     peer = AutoModelForCausalLM.from_pretrained(model.path, dtype="float32").eval().to(DEVICE)
-    cases = reference(peer, prompts, 64)
-    check(cases, run(SMOLLM2, cases, 64, **COLOCATED))
+    check(reference_of(peer, prompts, outputs), outputs)
 
 
 # -- memory
