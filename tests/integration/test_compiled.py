@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+import torch._inductor.config
 from tests import compiled_models, same_tokens, tiny_models
+from torch._dynamo.utils import counters
 
 from cloverinfer import LLM, ModelConfig, SamplingParams
 from cloverinfer.compiler import huggingface
-from cloverinfer.compiler.ensure import check_huggingface
+from cloverinfer.compiler.ensure import Source, cached_folder, check_huggingface
 from cloverinfer.compiler.find import capture_huggingface
 from cloverinfer.compiler.partition import split_at_attention
 from cloverinfer.compiler.run import Parts
 from cloverinfer.core.errors import CloverError, ConfigError, ModelError
 from cloverinfer.models import load_half, resolve_model
-from cloverinfer.models.compiled import MANIFEST
+from cloverinfer.models.compiled import FORMAT, MANIFEST, read_manifest
 
 ALWAYS = ("falcon", "qwen2_moe", "gemma2", "bloom")
 """Torch's own attention; experts; windows and soft-caps; written out with ALiBi. The others run in
@@ -117,8 +121,9 @@ def test_what_was_compiled_is_refused_when_it_no_longer_fits(folder: Path) -> No
     manifest = made / MANIFEST
     text = manifest.read_text()
     for old, new, reason in (
-        ('"format": 1', '"format": 0', "stale: format 0"),
+        (f'"format": {FORMAT}', '"format": 1', "stale: format 1"),
         ('"torch": "2', '"torch": "1', "stale: made with PyTorch 1"),
+        ('"transformers": "', '"transformers": "0.', "stale: made with transformers 0"),
         ('"window": null', '"window": 4', "content hash"),
     ):
         manifest.write_text(text.replace(old, new))
@@ -130,6 +135,54 @@ def test_what_was_compiled_is_refused_when_it_no_longer_fits(folder: Path) -> No
     (folder / "config.json").write_text(json.dumps(config | {"layer_norm_eps": 0.5}))
     with pytest.raises(ModelError, match=r"stale: .* has changed since"):
         resolve(made)
+
+
+def test_what_another_transformers_made_is_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source("tiny", folder, "fingerprint", "safetensors", "float32")
+    model, place, real = resolve(folder), cached_folder(source), importlib.metadata.version
+    manifest = read_manifest(model.path)
+    assert manifest.transformers == real("transformers")
+    other = msgspec.structs.replace(manifest, transformers="0.1")
+    assert other.identity() != manifest.identity()  # such nodes do not belong together
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "0.1" if name == "transformers" else real(name)
+    )
+    assert cached_folder(source) != place
+    with pytest.raises(ModelError, match=r"stale: made with transformers .*, here is 0\.1"):
+        load_half(model)
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("name", ["gpt_neox", "qwen2_moe"])
+def test_inductor_gives_the_tokens_of_eager_and_compiles_in_no_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a folder that was saved: nothing is traced by transformers."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    compiled_models.make_model(name, tmp_path / name)
+    saved = str(resolve(tmp_path / name).path)
+    params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    outputs = []
+    for lowering in ("eager", "inductor"):
+        config = ModelConfig(model_path=saved, lowering=lowering)
+        with LLM(config, topology="pda", executor="local") as llm:
+            before = counters["stats"]["unique_graphs"]
+            found = llm.generate([list(range(3, 40)), [5, 6, 7], [9]], params)
+            assert counters["stats"]["unique_graphs"] == before
+        outputs.append([one.token_ids for one in found])
+    assert before > 0  # it was compiled, before the first step
+    assert outputs[0] == outputs[1]
+
+
+def test_inductor_without_a_compiler_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/nonexistent/g++"))
+    model = resolve(folder, lowering="inductor")
+    with pytest.raises(ModelError, match=r"needs a C\+\+ compiler .* install g\+\+"):
+        load_half(model)
 
 
 @pytest.mark.parametrize("file", ["stage-1.pt2", "model.safetensors"])

@@ -15,7 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..core.errors import ModelError
 from ..models.base import ModelArch
 from ..models.cache import Progress, sha256_of, silent
-from ..models.compiled import FORMAT, Manifest, StageEntry, sampled, write_manifest
+from ..models.compiled import (
+    FORMAT,
+    Manifest,
+    StageEntry,
+    sampled,
+    transformers_version,
+    write_manifest,
+)
 from ..models.convert import write_mixed
 from ..models.operators import exporting
 from ..models.weights import SAFETENSORS
@@ -61,6 +68,7 @@ def write_artifact(
     manifest = Manifest(
         format=FORMAT,
         torch=str(torch.__version__),
+        transformers=transformers_version(),
         name=origin.name,
         source=str(origin.folder.resolve()),
         source_fingerprint=origin.fingerprint,

@@ -27,7 +27,7 @@ from ..models.cache import (
     silent,
     write_stamp,
 )
-from ..models.compiled import FORMAT, MANIFEST, Manifest
+from ..models.compiled import FORMAT, MANIFEST, Manifest, transformers_version
 from . import huggingface
 from .artifact import Origin, write_artifact
 from .capture import Captured
@@ -74,11 +74,11 @@ def compile_source(source: Source, progress: Progress = silent) -> Compiled:
     try:
         captured = capture_huggingface(model)
         stages = split_at_attention(captured)
+        arch = arch_of(config, captured, source.generation or {})
+        progress(f"compiling {source.name}: checking against the original")
+        check_huggingface(model, captured, stages)
     except ModelError as problem:
         raise ModelError(f"{type(model).__name__}: {problem}") from problem
-    arch = arch_of(config, captured, source.generation or {})
-    progress(f"compiling {source.name}: checking against the original")
-    check_huggingface(model, captured, stages)
     return Compiled(captured, stages, arch)
 
 
@@ -162,7 +162,8 @@ def ensure_compiled(source: Source, progress: Progress = silent) -> Path:
 
 def cached_folder(source: Source) -> Path:
     """Named by all that what is compiled depends on."""
-    key = (source.fingerprint, source.dtype, source.seed, FORMAT, str(torch.__version__))
+    versions = (FORMAT, str(torch.__version__), transformers_version())
+    key = (source.fingerprint, source.dtype, source.seed, *versions)
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     stem = source.folder.name or "model"
     return cache_root() / "compiled" / f"{stem}-{source.dtype}-{digest}"

@@ -26,7 +26,8 @@ from .operator import ATTENTION, UNNUMBERED, CallSpec
 NAME = "cloverinfer"
 """Under which attention and experts are registered."""
 _HARMLESS = frozenset({"cache_position", "is_causal", "output_attentions", "position_ids",
-                       "output_router_logits", "use_cache", "output_hidden_states"})  # fmt: skip
+                       "output_router_logits", "use_cache", "output_hidden_states",
+                       "logits_to_keep"})  # fmt: skip
 """Keywords that models pass to what attends and that change nothing here."""
 _REFUSED = {
     "kv_lora_rank": "latent-compressed KV caches are not supported yet",
@@ -94,15 +95,16 @@ def load_model(folder: Path, config: Any, dtype: torch.dtype, seed: int | None) 
     _register()
     model_class = class_of(config)
     how = {"dtype": dtype, "attn_implementation": attention_of(model_class)}
-    with _quiet():
-        if seed is not None:
-            torch.manual_seed(seed)
-            model = model_class._from_config(config, **how)
-        else:
-            try:
+    try:
+        with _quiet():
+            if seed is not None:
+                torch.manual_seed(seed)
+                model = model_class._from_config(config, **how)
+            else:
                 model = model_class.from_pretrained(folder, config=config, **how)
-            except (OSError, ValueError, KeyError, RuntimeError) as problem:
-                raise ModelError(f"{folder}: transformers cannot load it: {problem}") from problem
+    except Exception as problem:  # the boundary to the model's own code, which may raise anything
+        what = f"{type(problem).__name__}: {problem}"
+        raise ModelError(f"{folder}: transformers cannot load it: {what}") from problem
     use_experts(model)
     return model.eval()  # type: ignore[no-any-return]
 

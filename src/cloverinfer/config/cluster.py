@@ -75,8 +75,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """native: a dense half written for the family; compiled: made from the model of transformers
     and split at attention (once, into the cache); auto: native where there is one."""
     lowering: str = "eager"
-    """How a compiled model's stages run: eager, or inductor (``torch.compile``, at the first steps,
-    which needs a C++ compiler)."""
+    """How a compiled model's stages run: eager, or inductor (``torch.compile``, while a node loads
+    them, which needs a C++ compiler, on a GPU Triton)."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; None: the model's own limit."""
     seed: int = 0

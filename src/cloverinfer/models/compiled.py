@@ -12,9 +12,12 @@ Shapes: t tokens, h query heads, n KV heads, d key size, e value size.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.metadata
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +30,12 @@ from ..kvcache.layout import KVSpec
 from .arch import kv_specs
 from .base import QKV, Carry, DenseHalf, ModelArch, place
 from .cache import sha256_of
+from .lowering import WARM_TOKENS, compiling, lower, require
 from .operators import exporting  # and registers what graphs call
 from .weights import CPU, SAFETENSORS, SafetensorsSource
 
 MANIFEST = "clover-compiled.json"
-FORMAT = 1
+FORMAT = 2
 """Raised with every change of what the compiler writes or how it cuts."""
 LOAD_TIMEOUT = 300.0
 """Seconds to wait for other threads that load graphs."""
@@ -55,6 +59,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: int
     torch: str
     """PyTorch's version when it was made; graphs are of that version."""
+    transformers: str
+    """The version of transformers whose code the graphs are of."""
     name: str
     """Of the model, as it was given."""
     source: str
@@ -78,7 +84,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def identity(self) -> str:
         """The same for the same model cut by the same rules, wherever it was compiled: nodes that
         each compiled it for themselves belong together."""
-        same = (self.format, self.source_fingerprint, self.dtype, self.arch)
+        same = (self.format, self.transformers, self.source_fingerprint, self.dtype, self.arch)
         return hashlib.sha256(msgspec.json.encode(same, order="sorted")).hexdigest()
 
     def content_hash(self) -> str:
@@ -92,6 +98,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 class _Stored(msgspec.Struct, frozen=True, kw_only=True):
     content: str
     manifest: Manifest
+
+
+class _Format(msgspec.Struct, frozen=True):
+    format: int
+
+
+class _Started(msgspec.Struct, frozen=True):
+    """What of a stored manifest is the same in every format."""
+
+    manifest: _Format
 
 
 def is_compiled(folder: Path) -> bool:
@@ -108,20 +124,38 @@ def read_manifest(folder: Path) -> Manifest:
     """``ModelError`` where the folder is damaged, or made by other versions: compile again."""
     again = "compile the model again"
     try:
-        stored = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Stored)
+        text = (folder / MANIFEST).read_bytes()
+        written = msgspec.json.decode(text, type=_Started).manifest.format
+        if written != FORMAT:
+            raise ModelError(f"{folder}: stale: format {written}, not {FORMAT}: {again}")
+        stored = msgspec.json.decode(text, type=_Stored)
     except (OSError, msgspec.MsgspecError) as problem:
         raise ModelError(
             f"{folder / MANIFEST}: not a compiled model ({problem}): {again}"
         ) from None
     manifest = stored.manifest
-    if manifest.format != FORMAT:
-        raise ModelError(f"{folder}: stale: format {manifest.format}, not {FORMAT}: {again}")
-    if _minor(manifest.torch) != _minor(torch.__version__):
-        made, here = _minor(manifest.torch), _minor(torch.__version__)
-        raise ModelError(f"{folder}: stale: made with PyTorch {made}, this is {here}: {again}")
+    _check_versions(folder, manifest, again)
     if stored.content != manifest.content_hash():
         raise ModelError(f"{folder}: its content hash does not belong to its content: {again}")
     return manifest
+
+
+def _check_versions(folder: Path, manifest: Manifest, again: str) -> None:
+    """A host without transformers can compile nothing else, so it takes what it is given."""
+    made, here = _minor(manifest.torch), _minor(torch.__version__)
+    if made != here:
+        raise ModelError(f"{folder}: stale: made with PyTorch {made}, this is {here}: {again}")
+    made, here = manifest.transformers, transformers_version()
+    if here and made != here:
+        raise ModelError(f"{folder}: stale: made with transformers {made}, here is {here}: {again}")
+
+
+def transformers_version() -> str:
+    """Of the transformers that is installed; empty where there is none."""
+    try:
+        return importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def check_whole(folder: Path, manifest: Manifest) -> None:
@@ -163,7 +197,8 @@ class CompiledHalf(DenseHalf):
         lowering: str = "eager",
         device: torch.device = CPU,
     ) -> None:
-        """``lowering``: how graphs run, eager or inductor."""
+        """``lowering``: how graphs run, eager or inductor, which compiles them now."""
+        require(lowering, device)
         manifest = read_manifest(folder)
         check_whole(folder, manifest)
         self.arch = manifest.model_arch()
@@ -175,11 +210,15 @@ class CompiledHalf(DenseHalf):
         weights = {
             name: source.load(name, shape).to(device) for name, shape in source.shapes().items()
         }
-        graphs = {name: _load_graph(folder / name, lowering, device) for name in manifest.graphs}
+        graphs = {name: _load_graph(folder / name, device) for name in manifest.graphs}
+        lowered = {name: lower(graph, lowering) for name, graph in graphs.items()}
         self._stages = [
-            (graphs[entry.graph], [weights[name] for name in entry.weights])
+            (lowered[entry.graph], [weights[name] for name in entry.weights])
             for entry in manifest.stages
         ]
+        if lowering != "eager":
+            with _loading(folder), compiling(folder):
+                self._warm()
 
     @property
     def weight_bytes(self) -> int:
@@ -198,7 +237,7 @@ class CompiledHalf(DenseHalf):
         graph, weights = self._stages[i]
         first = token_ids_t if i == 0 else attn_out_the
         assert first is not None
-        results = graph(*weights, positions_t, first, *(carry or ()))
+        results = graph(weights, (positions_t, first, *(carry or ())))
         if i == self.num_layers:
             return None, None, None, tuple(results)
         q, k, v, *rest = results
@@ -206,26 +245,43 @@ class CompiledHalf(DenseHalf):
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         return *place((q, k, v), out), tuple(rest)
 
+    def _warm(self) -> None:
+        """Has every graph compiled for one token and for any number, before a step needs it."""
+        for tokens in WARM_TOKENS:
+            positions_t = torch.arange(tokens, device=self.device)
+            first: torch.Tensor = torch.zeros_like(positions_t)
+            carry: Carry = ()
+            for i in range(self.num_layers + 1):
+                *_, carry = self.stage(i, first, carry, first, positions_t)
+                if i < self.num_layers:
+                    shape = (tokens, self.arch.num_heads, self.specs[i].v_dim)
+                    first = torch.zeros(shape, dtype=self.dtype, device=self.device)
+
     def logits(self, carry: Carry) -> torch.Tensor:
         (logits_tc,) = carry
         return logits_tc.float()
 
 
-def _load_graph(path: Path, lowering: str, device: torch.device) -> Any:
-    # Loading is not safe in several threads at a time, and nodes of one process load in theirs.
-    if not _LOADING.acquire(timeout=LOAD_TIMEOUT):
-        raise ModelError(f"{path}: another node of this process has been loading for too long")
+def _load_graph(path: Path, device: torch.device) -> torch.fx.GraphModule:
     try:
-        with exporting():
+        with _loading(path), exporting():
             program = torch.export.load(path)
             if device.type != "cpu":  # what a graph makes anew is on the device it was traced on
                 program = move_to_device_pass(program, str(device))
-            module = program.graph_module
+            return program.graph_module
     except (RuntimeError, OSError, ValueError, KeyError) as problem:
         raise ModelError(f"{path}: cannot be loaded ({problem}): compile again") from problem
+
+
+@contextlib.contextmanager
+def _loading(path: Path) -> Iterator[None]:
+    """Not safe in several threads at a time, and nodes of one process load in theirs."""
+    if not _LOADING.acquire(timeout=LOAD_TIMEOUT):
+        raise ModelError(f"{path}: another node of this process has been loading for too long")
+    try:
+        yield
     finally:
         _LOADING.release()
-    return module if lowering == "eager" else torch.compile(module, dynamic=True)
 
 
 def _minor(version: str) -> str:
