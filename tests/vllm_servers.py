@@ -121,12 +121,11 @@ class Server:
     def kill(self, number: int = signal.SIGKILL) -> None:
         """The server and the engine that it started."""
         if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
+            _end(self.process.pid, number)
             try:
                 self.process.wait(30)
             except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
+                _end(self.process.pid, signal.SIGKILL)
                 self.process.wait(30)
             self.process = None
 
@@ -163,17 +162,29 @@ def total(metrics: str, name: str, labels: dict[str, str]) -> float:
     return sum(float(row.rsplit(" ", 1)[1]) for row in rows if all(one in row for one in wanted))
 
 
-def _engine_of(session: int) -> list[int]:
-    """The processes of vLLM's engine and its workers among those of a session."""
-    found = []
+def _members(session: int) -> Iterator[Path]:
+    """The folders in /proc of a session's processes."""
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(ValueError, OSError):
-            pid = int(folder.name)
-            name = (folder / "comm").read_text()
-            if os.getsid(pid) == session and name.startswith(("VLLM::Engine", "VLLM::Worker")):
-                found.append(pid)
+            if os.getsid(int(folder.name)) == session:
+                yield folder
+
+
+def _engine_of(session: int) -> list[int]:
+    """The processes of vLLM's engine and its workers among those of a session."""
+    names = ("VLLM::Engine", "VLLM::Worker")
+    members = _members(session)
+    found = [int(each.name) for each in members if (each / "comm").read_text().startswith(names)]
     assert len(found) >= 2, "the server has no engine and worker"
     return found
+
+
+def _end(session: int, number: int) -> None:
+    """Its processes, but for Python's trackers, which then take away what the others shared."""
+    for member in list(_members(session)):
+        with contextlib.suppress(OSError):
+            if b"resource_tracker" not in (member / "cmdline").read_bytes():
+                os.kill(int(member.name), number)
 
 
 @contextlib.contextmanager
