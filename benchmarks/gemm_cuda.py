@@ -71,19 +71,25 @@ def plain(model: Model) -> Model:
 
 
 def step(model: Model, kernels: DenseKernels, hidden_tc: torch.Tensor) -> torch.Tensor:
-    norm_c = torch.ones_like(hidden_tc[0])
-    rows = hidden_tc.shape[0]
+    """As ``CudaStages`` puts products together: what one cannot take along, the next norm does."""
+    norm_c, rows = torch.ones_like(hidden_tc[0]), hidden_tc.shape[0]
+
+    def add_norm(linear: Linear, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if linear.fuses_add(rows):
+            added_tc = linear.add(x, hidden_tc)
+            return added_tc, kernels.norm(added_tc, norm_c, EPS)
+        return kernels.add_norm(hidden_tc, linear(x), norm_c, EPS)
+
+    x_tc = kernels.norm(hidden_tc, norm_c, EPS)
     for layer in model.layers:
-        qkv = layer.qkv(kernels.norm(hidden_tc, norm_c, EPS))
-        attended_tc = qkv[:, :HIDDEN]
-        if layer.out.fuses_add(rows):
-            hidden_tc = layer.out.add(attended_tc, hidden_tc)
-            x_tc = kernels.norm(hidden_tc, norm_c, EPS)
-            hidden_tc = layer.down.add(layer.gate_up.gated(x_tc), hidden_tc)
+        attended_tc = layer.qkv(x_tc)[:, :HIDDEN]
+        hidden_tc, x_tc = add_norm(layer.out, attended_tc)
+        if layer.gate_up.fuses_gate(rows):
+            gated_tf = layer.gate_up.gated(x_tc)
         else:
-            hidden_tc, x_tc = kernels.add_norm(hidden_tc, layer.out(attended_tc), norm_c, EPS)
-            hidden_tc = hidden_tc + layer.down(kernels.gate(layer.gate_up(x_tc)))
-    return model.head(kernels.norm(hidden_tc, norm_c, EPS))
+            gated_tf = kernels.gate(layer.gate_up(x_tc))
+        hidden_tc, x_tc = add_norm(layer.down, gated_tf)
+    return model.head(x_tc)
 
 
 def time_ms(run: Callable[[], object]) -> float:

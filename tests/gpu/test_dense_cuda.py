@@ -5,6 +5,7 @@ Every type; widths that fill packs, that do not, and that no thread block holds 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -211,6 +212,15 @@ def arch_of(family: str, **sizes: Any) -> ModelArch:
     return ModelArch(family=family, attention_bias=family == "qwen2", **(shape | sizes))
 
 
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> Iterator[None]:
+    """Small products on the CPU gain nothing from torch's threads, and wait for each other's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def run_stages(half: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Logits, with values in the place of attention's output."""
     carry = attended = None
@@ -261,9 +271,10 @@ def test_captured_stages_give_the_same_bits() -> None:
     torch.manual_seed(0)
     mine, _ = make_halves("qwen3", torch.bfloat16)
     ids, positions = (torch.randint(500, (9,), device="cuda") for _ in range(2))
-    run_stages(mine, ids, positions)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run_stages(mine, ids, positions)
+    with torch.cuda.graph(graph, stream=stream):
         logits = run_stages(mine, ids, positions)
     for _ in range(50):
         ids.copy_(torch.randint(500, (9,)))

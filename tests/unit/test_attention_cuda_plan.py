@@ -165,7 +165,9 @@ def test_nodes_on_the_cpu_take_the_cpu_backend() -> None:
 def test_batch_invariance_reaches_the_backend_and_is_said_to_change_nothing_elsewhere(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    cluster = ClusterConfig(executor="local", transport="inproc", threads=1, batch_invariant=True)
+    cluster = ClusterConfig(
+        executor="local", transport="inproc", threads=1, device="cpu", batch_invariant=True
+    )
     names = [name for group in node_names(cluster).values() for name in group]
     config = node_configs(cluster, ModelConfig(), on_this_host(names))[0]
     assert config.batch_invariant
