@@ -60,11 +60,11 @@ class GGUFFile(WeightSource):
 
     def __init__(self, path: Path) -> None:
         """``ModelError`` where the file is damaged or of an architecture that is not supported."""
-        from gguf import GGUFReader
+        from .gguf_header import GGUFHeader
 
         self.where = str(path)
         try:
-            self._reader = GGUFReader(path)
+            self._header = GGUFHeader(path)
         except _BROKEN as error:
             raise self._damaged(repr(error)) from error
         self.architecture = str(self.value("general.architecture", ""))
@@ -74,21 +74,15 @@ class GGUFFile(WeightSource):
                 f"{path}: GGUF architecture {self.architecture!r} is not supported; "
                 f"supported: {known}"
             )
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        size = path.stat().st_size
-        for tensor in self._reader.tensors:
-            if int(tensor.data_offset) + int(tensor.n_bytes) > size:
-                raise self._damaged(f"tensor {tensor.name!r} reaches past the end")
+        self._tensors = self._header.tensors
 
     def value(self, key: str, default: Any = None) -> Any:
         """A metadata value: int, float, bool, str or a list of these."""
-        field = self._reader.get_field(key)
-        if field is None:
-            return default
         try:
-            return field.contents()
+            value = self._header.value(key)
         except _BROKEN as error:
             raise self._damaged(f"metadata {key!r}: {error!r}") from error
+        return default if value is None else value
 
     def names(self) -> list[str]:
         """Hugging Face names of all weights, in file order; ``ModelError`` on unknown ones."""
@@ -104,10 +98,7 @@ class GGUFFile(WeightSource):
         return _gguf_name(name, self._in_layer) in self._tensors
 
     def shape(self, name: str) -> Shape:
-        """Rows first, as in PyTorch; the file has the fastest dimension first."""
-        return tuple(
-            int(n) for n in reversed(self._tensors[_gguf_name(name, self._in_layer)].shape)
-        )
+        return self._tensors[_gguf_name(name, self._in_layer)].shape
 
     def load(self, name: str, shape: Shape) -> torch.Tensor:
         values = self._in_order(name, self._dequantize(_gguf_name(name, self._in_layer)))
@@ -117,10 +108,12 @@ class GGUFFile(WeightSource):
 
     def stored(self, name: str) -> tuple[str, npt.NDArray[np.uint8]] | None:
         """A quantised matrix's type and the bytes of its rows; None for one of numbers."""
-        tensor = self._tensors[_gguf_name(name, self._in_layer)]
-        if tensor.data.dtype != np.uint8 or tensor.data.ndim != 2:
+        stored = _gguf_name(name, self._in_layer)
+        data = self._header.data(stored)
+        if data.dtype != np.uint8 or data.ndim != 2:
             return None
-        return tensor.tensor_type.name, np.ascontiguousarray(self._in_order(name, tensor.data))
+        kind = self._tensors[stored].kind.name
+        return kind, np.ascontiguousarray(self._in_order(name, data))
 
     def _in_order(self, name: str, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Rows as Hugging Face has them."""
@@ -248,13 +241,12 @@ class GGUFFile(WeightSource):
     def _dequantize(self, name: str) -> npt.NDArray[np.float32]:
         from gguf import dequantize
 
-        tensor = self._tensors[name]
+        kind = self._tensors[name].kind
         try:
-            values: npt.NDArray[np.float32] = dequantize(tensor.data, tensor.tensor_type)
+            values: npt.NDArray[np.float32] = dequantize(self._header.data(name), kind)
         except NotImplementedError as error:
             raise ModelError(
-                f"{self.where}: tensor {name!r} is quantised as {tensor.tensor_type.name}, "
-                "which is not supported"
+                f"{self.where}: tensor {name!r} is quantised as {kind.name}, which is not supported"
             ) from error
         except _BROKEN as error:
             raise self._damaged(f"tensor {name!r}: {error!r}") from error

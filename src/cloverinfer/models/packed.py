@@ -47,17 +47,6 @@ class Codes:
             weight += self.minima_og.double().repeat_interleave(GROUP, 1)
         return weight
 
-    @classmethod
-    def stacked(cls, parts: list[Codes]) -> Codes:
-        """Matrices of one format, one below the other."""
-        minima = [part.minima_og for part in parts if part.minima_og is not None]
-        return cls(
-            parts[0].format,
-            torch.cat([part.codes_oi for part in parts]),
-            torch.cat([part.scales_og for part in parts]),
-            torch.cat(minima) if minima else None,
-        )
-
 
 class QuantizedLinear(Linear):
     """A product whose weight is quantised; ``weight`` is not kept."""
