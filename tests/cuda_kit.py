@@ -1,7 +1,7 @@
 """Device memory for tests: of a real device where there is one, and of a fake driver.
 
 The fake does on a thread per stream what a device would, to host memory: in order, later than it
-was asked for, and not at all while ``held``.
+was asked for, and not at all while ``held`` or once it has failed.
 """
 
 from __future__ import annotations
@@ -27,20 +27,29 @@ from cloverinfer.transport._cuda_driver import HANDLE_BYTES, Driver
 class FakeStream:
     def __init__(self, driver: FakeDriver) -> None:
         self.work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self.pending = 0
         self._driver = driver
+        self._pending = 0
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def add(self, work: Callable[[], object]) -> None:
-        self.pending += 1
+        with self._changed:
+            self._pending += 1
         self.work.put(work)
+
+    def idle(self, timeout: float = 0.0) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pending, timeout)
 
     def _run(self) -> None:
         while (work := self.work.get()) is not None:
             self._driver.going.wait(60)
-            work()
-            self.pending -= 1
+            if not self._driver.failed:
+                work()
+            with self._changed:
+                self._pending -= 1
+                self._changed.notify_all()
 
     def end(self) -> None:
         self.work.put(None)
@@ -48,13 +57,17 @@ class FakeStream:
 
 
 class FakeDriver(Driver):
-    """See ``Driver``. ``broken`` fails what looks at a stream, as a fault on the device would."""
+    """See ``Driver``. Once ``failed`` its streams do nothing more, and who looks at one hears why.
+
+    Its memory is the process's own: what a stream writes after that was unmapped ends the process,
+    so ``unpin`` asserts that no stream has anything left to do.
+    """
 
     def __init__(self, devices: int = 2) -> None:
         self.devices = devices
         self.going = threading.Event()
         self.going.set()
-        self.broken = False
+        self.failed = False
         self.calls: list[str] = []
         self.pinned: dict[int, int] = {}
         self.opened: dict[int, int] = {}
@@ -130,6 +143,7 @@ class FakeDriver(Driver):
         return address
 
     def unpin(self, address: int) -> None:
+        assert all(stream.idle(60) for stream in self._streams.values()), "a device may write there"
         del self.pinned[address]
 
     def make_stream(self) -> int:
@@ -142,9 +156,9 @@ class FakeDriver(Driver):
         self._streams.pop(stream).end()
 
     def idle(self, stream: int) -> bool:
-        if self.broken:
+        if self.failed:
             raise TransportError("cuStreamQuery: an illegal memory access (700)")
-        return not self._streams[stream].pending
+        return self._streams[stream].idle()
 
     def wait_event(self, stream: int, event: int) -> None:
         self._streams[stream].add(lambda: self._events[event].wait(60))

@@ -341,13 +341,12 @@ def test_ticket_of_a_device_that_hangs_ends_in_time(make_fake: Make, fake: FakeD
 
 def test_ticket_of_a_device_that_fails_says_why(make_fake: Make, fake: FakeDriver) -> None:
     way = DeviceWay(make_fake, fake)
-    fake.going.clear()
-    fake.broken = True
-    ticket = way.a.put(way.whole, rows((0, 0)), 5)
-    finish(way.a, ticket)
+    with fake.held():
+        ticket = way.a.put(way.whole, rows((0, 0)), 5)
+        fake.failed = True
+        finish(way.a, ticket)
     assert "illegal memory access" in str(ticket.error)
-    fake.broken = False
-    fake.going.set()
+    assert not way.b.poll(0.05)
 
 
 def test_full_table_holds_the_sender_until_its_deadline(make_fake: Make, fake: FakeDriver) -> None:
