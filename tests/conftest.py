@@ -70,6 +70,7 @@ class FakeChunk:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     stop_reason: int | str | None = None
     index: int = 0
+    error_code: str | None = None
 
 
 class FakeTokenizer:
@@ -142,6 +143,7 @@ class FakeEngine:
         """What it answers, where that is not `w0 w1 w2 ...`."""
         self.alive = {"dense": True}
         self.fail_at: int | None = None
+        self.error_code: str | None = None
         self.raise_at: int | None = None
         self.raised: Exception = EngineClosedError("the engine was closed")
         self.counters = Counters()
@@ -231,7 +233,9 @@ class FakeEngine:
         if i == self.raise_at:
             raise self.raised
         if i == self.fail_at:
-            return FakeChunk("", [], "error", "a node died", index=index)
+            return FakeChunk(
+                "", [], "error", "a node died", index=index, error_code=self.error_code
+            )
         last = i == total - 1
         metrics = {"prompt_tokens": self._length(prompt), "ttft": 0.5, "stages": {"queue": 0.25}}
         text = f"w{i} " if self.pieces is None else self.pieces[i]

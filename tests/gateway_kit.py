@@ -65,6 +65,8 @@ class Fake:
     inside: int = 0
     status: int = 200
     """Of answers; 0 closes the connection without one."""
+    code: str | None = None
+    """Of the error, where the status is one."""
     delay: float = 0.0
     """Seconds before an answer and between tokens."""
     dies_after: int | None = None
@@ -116,8 +118,8 @@ class Fake:
         if self.status == 0:
             _transport(request).abort()
         if self.status != 200:
-            error = {"error": {"message": f"told to answer {self.status}", "code": None}}
-            return JSONResponse(error, self.status or 500)
+            error = {"error": {"message": f"told to answer {self.status}", "code": self.code}}
+            return JSONResponse(error, self.status or 500, {"Retry-After": "7"})
         if body.get("stream"):
             events = self._counted(self._events(body, request))
             return StreamingResponse(events, media_type="text/event-stream")

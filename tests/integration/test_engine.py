@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from tests.same_tokens import check_idle
 from tests.tiny_models import make_tiny
 
@@ -22,6 +23,8 @@ from cloverinfer.core.errors import (
     QueueFullError,
     RequestError,
 )
+from cloverinfer.server.app import build_app
+from cloverinfer.server.catalog import Catalog, Chat
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=700, temperature=0.0, ignore_eos=True)
@@ -198,6 +201,20 @@ def test_a_full_queue_refuses_and_serves_on(model):
         served = [x for x in seen if not isinstance(x, CloverError) and x.finish_reason == "length"]
         assert refused
         assert len(refused) + len(served) == 8
+
+
+def test_no_place_in_time_is_told_as_such_over_http(model):
+    scheduler = {"max_num_seqs": 1, "queue_timeout": 0.05}
+    with LLM(model, topology="colocated", num_blocks=64, **scheduler) as llm:
+        catalog = Catalog.of([llm.engine], [("m",)], [Chat()])
+        taken = llm.engine.stream_sync([1, 2], LONG)
+        next(taken)
+        with TestClient(build_app(catalog)) as client:
+            answer = client.post("/v1/completions", json={"prompt": [1, 2, 3]})
+        taken.close()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_timeout")
+    assert answer.json()["error"]["message"] == "no place within 0.05 s (queue_timeout)"
+    assert "retry-after" in answer.headers
 
 
 @pytest.mark.parametrize("caching", [True, False])

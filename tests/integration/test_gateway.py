@@ -188,16 +188,20 @@ def test_what_a_pair_cannot_share_decode_does_alone(on: Stage) -> None:
     assert len(prefill.seen) == 4
 
 
-@pytest.mark.parametrize("status", [500, 503, 0, 429])
-def test_a_fault_is_mended_elsewhere(on: Stage, status: int) -> None:
-    bad, good = on.fake(status=status), on.fake()
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(500, None), (503, "draining"), (0, None), (429, None), (503, "queue_timeout")],
+)
+def test_a_fault_is_mended_elsewhere(on: Stage, status: int, code: str | None) -> None:
+    bad, good = on.fake(status=status, code=code), on.fake()
+    busy = status == 429 or code == "queue_timeout"
     on.orchestrate(("both", bad), ("both", good), policy="round_robin", breaker_faults=2)
     for _ in range(6):
         assert on.post(stream=True).status_code == 200
     assert len(good.seen) == 6
-    assert len(bad.seen) > 2 if status == 429 else len(bad.seen) == 2  # too much to do: no fault
+    assert len(bad.seen) > 2 if busy else len(bad.seen) == 2  # too much to do: no fault
     states = {row["url"]: row["breaker"] for row in on.cluster()}
-    assert states == {bad.url: "closed" if status == 429 else "open", good.url: "closed"}
+    assert states == {bad.url: "closed" if busy else "open", good.url: "closed"}
 
 
 def test_a_breaker_closes_once_a_request_succeeds(on: Stage) -> None:
@@ -221,9 +225,13 @@ def test_what_clients_do_wrong_trips_no_breaker(on: Stage, status: int) -> None:
     assert on.cluster()[0]["breaker"] == "closed"
 
 
-def test_the_last_word_is_an_instances(on: Stage) -> None:
-    on.orchestrate(("both", on.fake(status=429)), ("both", on.fake(status=429)))
-    assert on.post().status_code == 429
+@pytest.mark.parametrize(("status", "code"), [(429, "queue_full"), (503, "queue_timeout")])
+def test_the_last_word_is_an_instances(on: Stage, status: int, code: str) -> None:
+    instances = [("both", on.fake(status=status, code=code)) for _ in range(2)]
+    on.orchestrate(*instances)
+    answer = on.post()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert answer.headers["retry-after"] == "7"
     assert {row["breaker"] for row in on.cluster()} == {"closed"}
 
 

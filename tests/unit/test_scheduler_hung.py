@@ -214,6 +214,7 @@ def test_a_place_in_the_queue_has_a_deadline_where_asked_for() -> None:
     expire(c, 2.0)
     assert [request.number for request in c.scheduler.drain_finished()] == [1, 2]
     assert c.requests[1].error == "no place within 2 s (queue_timeout)"
+    assert c.requests[1].error_code == "queue_timeout"
     assert c.scheduler.next_deadline() == 3.0
     finish_step(c, "colocated-0")
     c.scheduler.abort(0, c.now)

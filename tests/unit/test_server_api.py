@@ -12,6 +12,7 @@ from tests.servers import events, refused
 
 from cloverinfer.config import ServerConfig
 from cloverinfer.core.errors import CloverError, EngineClosedError, QueueFullError, RequestError
+from cloverinfer.core.request import QUEUE_TIMEOUT
 from cloverinfer.server.app import build_app
 from cloverinfer.server.catalog import Catalog, Chat
 
@@ -274,6 +275,21 @@ def test_a_failure_within_a_stream_is_told_in_it(
     assert response.status_code in (500, 503)
     setattr(engine, how, 0)
     assert complete(client, max_tokens=5, stream=True).status_code in (500, 503)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_place_in_time_says_when_to_come_again(
+    client: TestClient, engine: Any, stream: bool
+) -> None:
+    engine.fail_at, engine.error_code = 0, QUEUE_TIMEOUT
+    response = complete(client, stream=stream)
+    refused(response, 503, None, "a node died")
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("service_unavailable", "queue_timeout")
+    assert int(response.headers["retry-after"]) >= 1
+    engine.fail_at = 2  # it had a place, and lost it
+    last = events(complete(client, max_tokens=5, stream=True))[-1]["error"]
+    assert (last["type"], last["code"]) == ("service_unavailable", "queue_timeout")
 
 
 def test_a_structure_that_gives_up_within_an_answer_is_the_requests_own_fault(

@@ -21,6 +21,8 @@ class RequestState(enum.Enum):
 
 
 _S = RequestState
+QUEUE_TIMEOUT = "queue_timeout"
+"""Error code of a request that found no place in time: a later try may find one."""
 TERMINAL = frozenset({_S.FINISHED, _S.ABORTED, _S.FAILED})
 ALLOWED: dict[RequestState, frozenset[RequestState]] = {
     _S.WAITING: frozenset({_S.PREFILLING, _S.ABORTED, _S.FAILED}),
@@ -69,6 +71,8 @@ class Request:
     error: str | None = None
     error_param: str | None = None
     """The field of ``sampling`` that is to blame for the error; None: no fault of the request."""
+    error_code: str | None = None
+    """What kind of error it is, where more than the message tells: ``QUEUE_TIMEOUT``."""
     ended_in: RequestState | None = None
     """The state that it was in when it reached a terminal one."""
     times: dict[RequestState, float] = field(default_factory=dict)

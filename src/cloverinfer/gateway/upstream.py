@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from ..config import OrchestratorConfig
+from ..core.request import QUEUE_TIMEOUT
 from .instances import Instance
 from .pulse import Pulse
 
@@ -67,7 +69,7 @@ class FaultError(AttemptError):
 
 
 class BusyError(AttemptError):
-    """The instance has too much to do (429): no fault of its own."""
+    """The instance has too much to do (429, or it had no place in time): no fault of its own."""
 
 
 class Attempt:
@@ -173,14 +175,32 @@ async def _unless(
 
 
 async def _refuse(instance: Instance, attempt: Attempt, response: aiohttp.ClientResponse) -> None:
-    if response.status == 429:
+    if response.status != 429 and response.status < 500:
+        return
+    answer = await whole(response, LONGEST_ERROR)
+    if response.status == 429 or _had_no_place(answer):
         attempt.works()
         attempt.result = "busy"
-        raise BusyError(instance, "429", await whole(response, LONGEST_ERROR))
-    if response.status >= 500:
-        answer = await whole(response, LONGEST_ERROR)
-        attempt.fault()
-        raise FaultError(instance, f"HTTP {response.status}", answer)
+        raise BusyError(instance, str(response.status), answer)
+    attempt.fault()
+    raise FaultError(instance, f"HTTP {response.status}", answer)
+
+
+class _Problem(msgspec.Struct):
+    code: str | int | None = None
+
+
+class _Refused(msgspec.Struct):
+    error: _Problem
+
+
+def _had_no_place(answer: Answer) -> bool:
+    if answer.status != 503:
+        return False
+    try:
+        return msgspec.json.decode(answer.body, type=_Refused).error.code == QUEUE_TIMEOUT
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return False
 
 
 async def whole(response: aiohttp.ClientResponse, most: int | None = None) -> Answer:

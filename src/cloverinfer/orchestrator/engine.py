@@ -486,7 +486,7 @@ class Engine:
             return
         self._hand(live, live.last_chunk(request_metrics(live.request, now, self._stats)))
         for other in live.followers:
-            other.request.finish_reason, other.request.error = live.ending
+            other.end_as(request)
             self._hand(other, other.last_chunk(request_metrics(other.request, now, self._stats)))
 
     def _begin_followers(self, live: Live, now: float) -> None:

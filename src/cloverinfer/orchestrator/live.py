@@ -24,6 +24,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     finish_reason: str | None = None
     """On the last chunk: ``stop``, ``length``, ``abort`` or ``error``."""
     error: str | None = None
+    error_code: str | None = None
+    """``queue_timeout``: it found no place in time, and may be tried again."""
     metrics: dict[str, Any] | None = None
     """On the last chunk."""
     logprobs: list[TokenLogprobs] | None = None
@@ -106,10 +108,11 @@ class Live:
         """All that has not been handed out."""
         return self._take()
 
-    @property
-    def ending(self) -> tuple[str | None, str | None]:
-        """Why it ended: reason and error."""
-        return self.request.finish_reason, self.request.error
+    def end_as(self, other: Request) -> None:
+        """Ends for the reason that another request ended for."""
+        mine = self.request
+        mine.finish_reason, mine.error = other.finish_reason, other.error
+        mine.error_code = other.error_code
 
     def last_chunk(self, metrics: dict[str, Any]) -> Chunk:
         """The end of a request that is over."""
@@ -122,6 +125,7 @@ class Live:
             self._take(),
             finish_reason=reason,
             error=request.error,
+            error_code=request.error_code,
             metrics=metrics,
             stop_reason=self._stop_reason() if reason == "stop" else None,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..core.request import RequestState
+from ..core.request import QUEUE_TIMEOUT, RequestState
 from ..wire.messages import NodeGone, Probe
 from .admission import Admission
 from .lanes import LanePlanner
@@ -79,6 +79,8 @@ class Faults:
                     withheld.lost = True
                     self._probe(home, now)
         late = self._state.waiting.overdue(now)
+        for seat in late:
+            seat.request.error_code = QUEUE_TIMEOUT
         error = f"no place within {self._state.config.queue_timeout or 0:g} s (queue_timeout)"
         self._state.fail(late, error, now)
         self.fail_stranded(now)

@@ -20,6 +20,7 @@ from ..core.errors import (
     QueueFullError,
     RequestError,
 )
+from ..core.request import QUEUE_TIMEOUT
 
 log = logging.getLogger(__name__)
 RETRY_AFTER = "1"
@@ -64,6 +65,14 @@ class ApiError(Exception):
         self.status = status
         self.body = error_body(message, kind, param, code)
 
+    @classmethod
+    def of_failed(cls, reason: str | None, code: str | None) -> ApiError:
+        """A generation that ended with an error: ``code``, where known, is of ``core.request``."""
+        reason = reason or "the request was aborted before it finished"
+        if code == QUEUE_TIMEOUT:
+            return cls(503, reason, "service_unavailable", code=code)
+        return cls(500, reason, "server_error", code="generation_failed")
+
 
 def error_body(
     message: str, kind: str, param: str | None = None, code: str | None = None
@@ -105,8 +114,7 @@ def own_path(scope: Scope) -> str:
 
 async def _on_api_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
-    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
-    return JSONResponse(error.body, error.status, headers)
+    return JSONResponse(error.body, error.status, _headers(error.status))
 
 
 async def _on_clover_error(request: Request, error: Exception) -> JSONResponse:
@@ -114,8 +122,13 @@ async def _on_clover_error(request: Request, error: Exception) -> JSONResponse:
     status, body = classify(error)
     if status >= 500:
         log.error("%s: %s", request.url.path, error)
-    headers = {"Retry-After": RETRY_AFTER} if status in (429, 503) else None
-    return JSONResponse(body, status, headers)
+    return JSONResponse(body, status, _headers(status))
+
+
+def _headers(status: int) -> dict[str, str] | None:
+    if status == 401:
+        return {"WWW-Authenticate": "Bearer"}
+    return {"Retry-After": RETRY_AFTER} if status in (429, 503) else None
 
 
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:

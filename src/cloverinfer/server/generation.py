@@ -24,7 +24,7 @@ from .catalog import Catalog, Model
 from .chat import ChatRequest, NamedChoice
 from .door import Door, Record, record_of
 from .engine import Chunk, Tokenizer
-from .errors import ApiError, classify, error_body
+from .errors import ApiError, classify
 from .logprobs import Speller
 from .protocol import Body, CompletionRequest
 from .render import ChatForm, Choice, CompletionForm, Form, Piece, usage_of
@@ -344,11 +344,7 @@ async def _whole(job: Job, chunks: AsyncGenerator[Batch, None]) -> Response:
 
 def _raise_failed(chunk: Chunk) -> None:
     if chunk.finish_reason in ("error", "abort"):
-        raise ApiError(500, _failure(chunk), "server_error", code="generation_failed")
-
-
-def _failure(chunk: Chunk) -> str:
-    return chunk.error or "the request was aborted before it finished"
+        raise ApiError.of_failed(chunk.error, chunk.error_code)
 
 
 def _with_usage(job: Job, body: dict[str, Any]) -> dict[str, Any]:
@@ -401,8 +397,8 @@ def _batch_events(job: Job, batch: Batch) -> tuple[bytes, bool]:
     events: list[bytes] = []
     for stream, chunk in batch:
         if chunk.finish_reason in ("error", "abort"):
-            body = error_body(_failure(chunk), "server_error", code="generation_failed")
-            return b"".join([*events, event(body)]), True
+            failed = ApiError.of_failed(chunk.error, chunk.error_code)
+            return b"".join([*events, event(failed.body)]), True
         if chunk.prompt_logprobs is not None:
             events += _openings(job, job.tell_prompt(stream, chunk))
         index = job.index(stream, chunk)
