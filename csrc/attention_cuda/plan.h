@@ -61,25 +61,61 @@ CLOVER_HD RowPlan plan_row(const Split& split, int length, int count) {
   return row;
 }
 
-// The line of units cut into ranges of equal length but for the last, one to a thread block at
-// most.
+// How much there is to do: units of all rows, and of what they are.
+struct Work {
+  int units = 0;
+  int items = 0;  // with units
+  int longest = 0;
+
+  CLOVER_HD void add(const RowPlan& row) {
+    if (row.units == 0) return;
+    units += row.units * row.items;
+    items += row.items;
+    longest = most(longest, row.units);
+  }
+  CLOVER_HD bool even() const { return units == items * longest; }
+};
+
+// The line of units cut into ranges whose lengths differ by one at most, one to a thread block at
+// most. Where items are equal, ranges hold whole items, or items whole ranges, if that leaves few
+// blocks idle: then there is less to merge, or nothing.
 struct Ranges {
   int total;
   int size;
+  int longer;  // so many, the first, have one unit more
   int count;
 
-  // No range but the last has less than `min_units`: a shorter one costs more to merge than it
+  // None is of less than `min_units` unless all is: a shorter one costs more to merge than it
   // saves.
-  CLOVER_HD static Ranges of(int total, int blocks, int min_units) {
-    Ranges ranges;
-    ranges.total = total;
-    ranges.size = most(most(1, min_units), ceil_div(total, blocks));
-    ranges.count = ceil_div(total, ranges.size);
+  CLOVER_HD static Ranges of(const Work& work, int blocks, int min_units) {
+    Ranges ranges = {work.units, 0, 0, 0};
+    if (work.units == 0) return ranges;
+    ranges.count = least(blocks, most(1, work.units / most(1, min_units)));
+    if (work.even()) ranges.count = fitting(work.items, ranges.count);
+    ranges.size = work.units / ranges.count;
+    ranges.longer = work.units % ranges.count;
     return ranges;
   }
-  CLOVER_HD int begin(int range) const { return least(total, range * size); }
-  CLOVER_HD int end(int range) const { return least(total, begin(range) + size); }
-  CLOVER_HD int at(int unit) const { return unit / size; }
+  CLOVER_HD int begin(int range) const { return range * size + least(range, longer); }
+  CLOVER_HD int end(int range) const { return begin(range + 1); }
+  CLOVER_HD int at(int unit) const {
+    const int rest = unit - longer * (size + 1);
+    return rest < 0 ? unit / (size + 1) : longer + rest / size;
+  }
+
+ private:
+  // The most ranges up to `count` that divide, or are divided by, so many items; `count` where none
+  // of nearly as many do.
+  CLOVER_HD static int fitting(int items, int count) {
+    if (items <= count) {
+      const int even = count / items * items;
+      return even > count - ceil_div(count, 16) ? even : count;
+    }
+    for (int few = count; few > count - ceil_div(count, 16); --few) {
+      if (items % few == 0) return few;
+    }
+    return count;
+  }
 };
 
 struct Piece {

@@ -93,20 +93,20 @@ class Planner {
   // Every lane adds up `rows_each_` rows.
   __device__ __forceinline__ void scan() {
     const int lane = threadIdx.x % 32, first = lane * rows_each_;
-    int units = 0;
+    Work work;
 #pragma unroll 4
-    for (int i = first; i < least(first + rows_each_, params_.rows); ++i) {
-      const RowPlan plan = row(i);
-      units += plan.units * plan.items;
-    }
-    int sum = units;
+    for (int i = first; i < least(first + rows_each_, params_.rows); ++i) work.add(row(i));
+    int sum = work.units;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int other = __shfl_up_sync(0xffffffff, sum, step);
       if (lane >= step) sum += other;
     }
-    before_ = sum - units;
-    ranges_ = Ranges::of(__shfl_sync(0xffffffff, sum, 31), gridDim.x, params_.min_units);
+    before_ = sum - work.units;
+    work.units = __shfl_sync(0xffffffff, sum, 31);
+    work.items = __reduce_add_sync(0xffffffff, work.items);
+    work.longest = __reduce_max_sync(0xffffffff, work.longest);
+    ranges_ = Ranges::of(work, gridDim.x, params_.min_units);
   }
 
   __device__ __forceinline__ void enter(int range) {

@@ -43,12 +43,12 @@ std::vector<PlannedPiece> plan(const std::vector<int>& lengths, const std::vecto
   const cuda::Split split = {
       group, cols, kv_heads, window, fixed_tiles, tile, std::numeric_limits<int>::max()};
   std::vector<cuda::RowPlan> rows;
-  int total = 0;
+  cuda::Work work;
   for (size_t i = 0; i < lengths.size(); ++i) {
     rows.push_back(cuda::plan_row(split, lengths[i], counts[i]));
-    total += rows.back().units * rows.back().items;
+    work.add(rows.back());
   }
-  const cuda::Ranges ranges = cuda::Ranges::of(total, blocks, min_units);
+  const cuda::Ranges ranges = cuda::Ranges::of(work, blocks, min_units);
   std::vector<PlannedPiece> pieces;
   cuda::Cursor cursor = {0, 0, 0, 0, 0};
   for (int range = 0; range < ranges.count; ++range) {

@@ -131,7 +131,26 @@ def test_ranges_are_of_equal_length() -> None:
     tiles: dict[int, int] = defaultdict(int)
     for piece in pieces:
         tiles[piece.range] += piece.end - piece.begin
-    assert max(tiles.values()) - min(list(tiles.values())[:-1]) == 0
+    assert max(tiles.values()) - min(tiles.values()) <= 1
+    assert set(tiles) == set(range(132))
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "ranges", "parts"),
+    [(1, 65536, 128, 16), (8, 8192, 128, 2), (32, 1024, 128, 1), (128, 1024, 128, 1)],
+)
+def test_rows_of_one_length_have_the_fewest_parts(
+    batch: int, context: int, ranges: int, parts: int
+) -> None:
+    pieces = plan([0, *[context] * batch, 0], kv_heads=8)
+    assert len({piece.range for piece in pieces}) == ranges
+    assert {piece.parts for piece in pieces} == {parts}
+    assert len(pieces) == batch * 8 * parts
+
+
+def test_rows_of_other_lengths_leave_no_block_idle() -> None:
+    assert len({piece.range for piece in plan([1024] * 31 + [1000], kv_heads=8)}) == 132
+    assert len({piece.range for piece in plan([1024] * 24, kv_heads=8)}) == 132
 
 
 def test_a_small_call_uses_few_blocks() -> None:
