@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cloverinfer.cli import main
 from cloverinfer.core.errors import ConfigError
 from cloverinfer.deploy import fleet as fleet_module
-from cloverinfer.deploy import lifecycle, native, on_host, packages, services, vllm
+from cloverinfer.deploy import lifecycle, native, on_host, packages, services, setup, vllm
 from cloverinfer.deploy.fleet import Fleet, FleetError
 from cloverinfer.deploy.inventory import Inventory, load_inventory
-from cloverinfer.deploy.remote import HostError, Remote, explain
+from cloverinfer.deploy.remote import PRELUDE, HostError, Remote, explain
 
 GOOD = """
 hosts:
@@ -343,6 +346,56 @@ def test_a_wheel_that_takes_too_long_is_not_waited_for(
     monkeypatch.setattr(packages, "BUILD_SECONDS", 0.01)
     with pytest.raises(ConfigError, match=r"not built within 0\.01 s: build it"):
         packages.wheel(None, tmp_path)
+
+
+class HereRemote(Remote):
+    """A host that is this one."""
+
+    def __init__(self) -> None:
+        pass
+
+    def run(self, script: str, timeout: float = 120.0) -> str:
+        done = subprocess.run(
+            ["sh", "-s"], input=PRELUDE + script, capture_output=True, text=True, timeout=60
+        )
+        if done.returncode:
+            raise HostError(explain(done.returncode, done.stderr))
+        return done.stdout
+
+    def put(self, data: bytes, path: str, timeout: float = 600.0) -> None:
+        Path(path).write_bytes(data)
+
+
+def test_two_pushes_at_once_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "host/venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"""#!/bin/sh
+case "$*" in
+  *"pip "*) for wheel; do :; done; cat "$wheel" >> installed;;
+  *__version__*) echo 1.0;;
+  *) exec {sys.executable} "$@";;
+esac
+""")
+    python.chmod(0o755)
+    (tmp_path / "c-1-py3-none-any.whl").write_text("new ")
+    said = f"{GOOD}\nfolder: {tmp_path}/host\nwheel: {tmp_path}/c-1-py3-none-any.whl\n"
+    fleet = Fleet(load(tmp_path, said), tmp_path / "logs", out=io.StringIO())
+    monkeypatch.setattr(Fleet, "remote", lambda *_: HereRemote())
+    fleet.inventory = msgspec.structs.replace(fleet.inventory, hosts=fleet.inventory.hosts[:1])
+    setup.push(fleet, tmp_path / "work")
+    incoming = tmp_path / "host/incoming"
+    with (incoming / "lock").open() as elsewhere:
+        fcntl.flock(elsewhere, fcntl.LOCK_EX)
+        with pytest.raises(FleetError):
+            setup.push(fleet, tmp_path / "work")
+    assert "another deploy push to this host is under way" in fleet.out.getvalue()
+    with (tmp_path / "work/push.lock").open() as here:
+        fcntl.flock(here, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="is under way: wait for its end"):
+            setup.push(fleet, tmp_path / "work")
+    setup.push(fleet, tmp_path / "work")
+    assert (tmp_path / "host/installed").read_text() == "new new "
+    assert [path.name for path in incoming.iterdir()] == ["lock"]
 
 
 def test_a_dry_run_does_not_say_that_it_is_ready(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import secrets
 import shlex
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from ..core.errors import ConfigError
 from . import services
 from .fleet import Fleet
 from .inventory import Inventory
@@ -76,31 +81,60 @@ echo "$version"
 
 
 def push(fleet: Fleet, work: Path) -> None:
-    """This version of the package, on every host."""
+    """This version of the package, on every host. ``ConfigError`` while another push of this folder
+    is under way; one from elsewhere is refused by the hosts that it is at."""
     if fleet.dry_run:
         fleet.say("# the wheel is built here, or taken from the inventory's wheel")
-        file = Path(fleet.inventory.wheel or work / "cloverinfer.whl")
-    else:
+        _put_wheel(fleet, Path(fleet.inventory.wheel or work / "cloverinfer.whl"), b"")
+        return
+    work.mkdir(parents=True, exist_ok=True)
+    with _alone(work):
         fleet.say("== build the wheel")
-        work.mkdir(parents=True, exist_ok=True)
         file = wheel(fleet.inventory.wheel, work)
+        _put_wheel(fleet, file, file.read_bytes())
+
+
+@contextlib.contextmanager
+def _alone(work: Path) -> Iterator[None]:
+    """Nobody else pushes from this folder meanwhile: all build the wheel into it."""
+    with (work / "push.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another deploy push from {work} is under way: wait for its end, then push again"
+            ) from error
+        yield
+
+
+def _put_wheel(fleet: Fleet, file: Path, data: bytes) -> None:
+    inventory = fleet.inventory
+    place = f"incoming/{secrets.token_hex(6)}"  # a push from elsewhere has another
 
     def one(remote: Remote) -> str:
-        folder = fleet.inventory.folder
-        remote.run(in_folder(fleet.inventory, f"[ -x {PYTHON} ] || fail 'run deploy install'\n"))
-        data = b"" if fleet.dry_run else file.read_bytes()
-        remote.put(data, f"{folder}/{file.name}")
-        name = shlex.quote(file.name)
-        pip = f"{PYTHON} -m pip --disable-pip-version-check install --quiet --no-deps"
-        script = f"rm -f {PLAN}\n{pip} --force-reinstall ./{name}\nrm -f ./{name}\n"
-        script += f"{PYTHON} -c 'import cloverinfer; print(cloverinfer.__version__)'\n"
-        script += services.running()
-        said = remote.run(in_folder(fleet.inventory, script), 600.0)
+        begin = f"[ -x {PYTHON} ] || fail 'run deploy install'\nmkdir -p {place}\n"
+        remote.run(in_folder(inventory, begin))
+        remote.put(data, f"{inventory.folder}/{place}/{file.name}")
+        script = _install_wheel(f"{place}/{shlex.quote(file.name)}") + services.running()
+        said = remote.run(in_folder(inventory, f"trap 'rm -rf {place}' EXIT\n{script}"), 600.0)
         version, _, listing = said.partition("\n")
         runs = ", ".join(services.names_of(listing))
         return f"cloverinfer {version}" + (f"; {runs}: {_OLDER}" if runs else "")
 
     fleet.on_all("push", one)
+
+
+def _install_wheel(path: str) -> str:
+    """One at a time: the lock is that of the shell's open file, which Python inherits."""
+    take = "import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    pip = f"{PYTHON} -m pip --disable-pip-version-check install --quiet --no-deps"
+    return f"""exec 9> incoming/lock
+{PYTHON} -c '{take}' 2> /dev/null \\
+  || fail "another deploy push to this host is under way: wait for its end, then push again"
+rm -f {PLAN}
+{pip} --force-reinstall ./{path}
+{PYTHON} -c 'import cloverinfer; print(cloverinfer.__version__)'
+"""
 
 
 def skew(remote: Remote) -> str:
