@@ -15,7 +15,8 @@ import torch
 from tests.tiny_models import make_tiny
 
 from cloverinfer.attention import create_backend
-from cloverinfer.config import CacheConfig, ClusterConfig, ModelConfig
+from cloverinfer.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig
+from cloverinfer.config.cluster import CPU_ROWS, GPU_ROWS
 from cloverinfer.core.errors import ConfigError
 from cloverinfer.kvcache.layout import PoolLayout
 from cloverinfer.models import estimated_weights, kv_specs, load_half, resolve_model
@@ -29,7 +30,7 @@ from cloverinfer.nodes.memory import MemoryUse, graph_reserve, out_of_memory, po
 from cloverinfer.nodes.rows import RowTable
 from cloverinfer.nodes.stored import stored_dtype
 from cloverinfer.orchestrator import devices as choice
-from cloverinfer.orchestrator.devices import device_hint, node_devices, with_dtype
+from cloverinfer.orchestrator.devices import device_hint, node_devices, with_dtype, with_rows
 from cloverinfer.orchestrator.layout import node_configs, node_names
 from cloverinfer.orchestrator.placement import Place, Placement
 from cloverinfer.transport.choice import offer
@@ -138,6 +139,19 @@ def test_nodes_are_told_their_device_and_its_other_nodes(every_role: None) -> No
     for one in node_configs(everywhere, MODEL, placed(cluster, 1)):
         assert (one.device_nodes, one.device_halves) == (3, 2)
     assert configs["dense"].max_tokens == 2048
+
+
+def test_more_requests_are_decoded_at_a_time_where_that_is_on_gpus(every_role: None) -> None:
+    asked = SchedulerConfig()
+    assert asked.rows == CPU_ROWS
+    for topology in ("colocated", "pd", "pda"):
+        cluster = ClusterConfig(topology=topology, num_decode_dense_nodes=2)
+        names = node_names(cluster)
+        devices = node_devices(cluster, MODEL, names, placed(cluster, 1))
+        assert with_rows(asked, names, devices).rows == GPU_ROWS
+        (decoding,) = (names[role] for role in names if role in ("colocated", "decode", "dense"))
+        assert with_rows(asked, names, devices | {decoding[-1]: "cpu"}).rows == CPU_ROWS
+        assert with_rows(SchedulerConfig(max_num_seqs=3), names, devices).rows == 3
 
 
 def test_type_auto_is_settled_for_all_where_some_are_on_gpus() -> None:

@@ -17,8 +17,10 @@ from ..config import (
 )
 from ..config.cluster import (
     ATTENTION_BACKENDS,
+    CPU_ROWS,
     DTYPES,
     EXECUTORS,
+    GPU_ROWS,
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
     LOWERINGS,
@@ -127,7 +129,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     switch(
         group, "--enable-prefix-caching", "cache.enable_prefix_caching", "keep full blocks findable"
     )
-    text = f"requests decoded at a time (default: {limits.max_num_seqs})"
+    text = f"requests decoded at a time (default: {CPU_ROWS}, on GPUs {GPU_ROWS})"
     option(group, "--max-num-seqs", "scheduler.max_num_seqs", text, int)
     text = f"token budget of one forward (default: {limits.max_num_batched_tokens})"
     option(group, "--max-num-batched-tokens", "scheduler.max_num_batched_tokens", text, int)

@@ -160,11 +160,16 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             _int_at_least("cache", self, 1, "num_blocks")
 
 
+CPU_ROWS, GPU_ROWS = 64, 256
+"""``scheduler.max_num_seqs`` by where nodes decode: a GPU's step hardly takes longer with more."""
+
+
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Batching, admission and deadlines."""
 
-    max_num_seqs: int = 64
-    """Most requests that one dense node decodes at a time."""
+    max_num_seqs: int | None = None
+    """Most requests that one dense node decodes at a time; None: 256 where all nodes that decode
+    are on GPUs, else 64."""
     max_num_batched_tokens: int = 2048
     """Token budget of one forward: prefill chunks and decode rows together."""
     enable_chunked_prefill: bool = True
@@ -190,11 +195,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "scheduler",
             self,
             1,
-            "max_num_seqs",
             "max_num_batched_tokens",
             "max_queue",
             "num_wavefronts",
         )
+        if self.max_num_seqs is not None:
+            _int_at_least("scheduler", self, 1, "max_num_seqs")
         _check(
             "scheduler", "num_wavefronts", self.num_wavefronts, self.num_wavefronts <= 4, "1 to 4"
         )
@@ -204,6 +210,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         _positive("scheduler", self, "step_timeout", "transfer_timeout")
         if self.queue_timeout is not None:
             _positive("scheduler", self, "queue_timeout")
+
+    @property
+    def rows(self) -> int:
+        """``max_num_seqs``; that of CPUs where it is not known yet."""
+        return self.max_num_seqs or CPU_ROWS
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

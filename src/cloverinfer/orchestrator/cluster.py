@@ -20,7 +20,7 @@ from ..transport import Endpoint, Peer, create_endpoint
 from ..transport.choice import Choice
 from ..transport.shm import remove_leftovers
 from ..wire.messages import Meet, Message, Met, NodeInfo, Shutdown, decode, encode
-from .devices import device_hint, is_gpu, node_devices, with_dtype
+from .devices import device_hint, is_gpu, node_devices, with_dtype, with_rows
 from .executors import Executor, OnDeath, create_executor
 from .layout import choose_transport, ignored_settings, node_configs, node_names, with_secret
 from .placement import Placement, network_at
@@ -111,7 +111,11 @@ class Cluster:
         placement = self._executor.place(names, self.config.room_timeout, progress)
         devices = node_devices(self.config, model, names, placement)
         self.choice = choose_transport(self.config, placement, devices)
-        self.config = msgspec.structs.replace(self.config, transport=self.choice.transport)
+        self.config = msgspec.structs.replace(
+            self.config,
+            transport=self.choice.transport,
+            scheduler=with_rows(self.config.scheduler, names, devices),
+        )
         return placement
 
     def _settled(

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ..config.cluster import ClusterConfig, ModelConfig
+from ..config.cluster import CPU_ROWS, GPU_ROWS, ClusterConfig, ModelConfig, SchedulerConfig
 from ..core.errors import ConfigError
 from ..nodes import config as roles
+from ..scheduler.records import DENSE_ROLES
 from .placement import Place, Placement
 
 GPU_ROLES = frozenset({roles.COLOCATED, roles.PREFILL, roles.DECODE, roles.DENSE, roles.ATTENTION})
@@ -77,6 +78,17 @@ def with_dtype(model: ModelConfig, dtype: str, devices: Mapping[str, str]) -> Mo
     if model.dtype != "auto" or not any(map(is_gpu, devices.values())):
         return model
     return msgspec.structs.replace(model, dtype=dtype)
+
+
+def with_rows(
+    scheduler: SchedulerConfig, names: Mapping[str, tuple[str, ...]], devices: Mapping[str, str]
+) -> SchedulerConfig:
+    """``scheduler`` with the ``max_num_seqs`` of the devices that decode, where it says none."""
+    if scheduler.max_num_seqs is not None:
+        return scheduler
+    decoding = [name for role in names if role in DENSE_ROLES for name in names[role]]
+    on_gpus = all(is_gpu(devices[name]) for name in decoding)
+    return msgspec.structs.replace(scheduler, max_num_seqs=GPU_ROWS if on_gpus else CPU_ROWS)
 
 
 def _wants_gpu(cluster: ClusterConfig, model: ModelConfig, role: str) -> bool:

@@ -113,7 +113,10 @@ class Engine:
         self._desk = GrammarDesk(samplers, config.scheduler.step_timeout, self._send)
         self._reports = NodeReports(self.cluster.infos)
         self._scheduler = Scheduler(
-            config.scheduler, config.cache, self.cluster.sched_nodes(), self.max_model_len
+            self.cluster.config.scheduler,
+            config.cache,
+            self.cluster.sched_nodes(),
+            self.max_model_len,
         )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()

@@ -131,7 +131,7 @@ def node_configs(
             batch_invariant=cluster.batch_invariant,
             threads=cluster.threads or places[name].cores,
             lanes=limits.num_wavefronts,
-            max_rows=limits.max_num_seqs,
+            max_rows=limits.rows,
             max_tokens=limits.max_num_batched_tokens if limits.enable_chunked_prefill else None,
             device=devices[name],
             device_nodes=len(beside[name]),

@@ -151,7 +151,7 @@ class Admission:
             return False
         live = sum(node.usable for node in self._state.dense)
         taken = sum(len(node.homed) for node in self._state.homes)
-        return taken >= live * self._state.config.max_num_seqs
+        return taken >= live * self._state.config.rows
 
     def _find_home(self, seat: Seat, tokens: list[int]) -> Node | None:
         """The home with most blocks left once the request is in."""
@@ -171,7 +171,7 @@ class Admission:
         return None if best is None else best[1]
 
     def _has_room(self, node: Node) -> bool:
-        full = len(node.homed) >= self._state.config.max_num_seqs
+        full = len(node.homed) >= self._state.config.rows
         return node.role not in DENSE_ROLES or not full
 
     def _find_prefill(self, seat: Seat, tokens: list[int]) -> Node | None:
@@ -238,7 +238,7 @@ class Admission:
     def _decode_lane(self, seat: Seat) -> Lane | None:
         """The least loaded lane that may serve the seat, on a node with a place left."""
         nodes = [seat.home] if self._state.topology == "pd" else self._state.dense
-        most = self._state.config.max_num_seqs
+        most = self._state.config.rows
         lanes = [
             lane
             for node in nodes
