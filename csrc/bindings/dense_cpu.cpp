@@ -13,6 +13,7 @@
 #include "dense_cpu/dispatch.h"
 #include "dense_cpu/greedy.h"
 #include "dense_cpu/pack.h"
+#include "dense_cpu/product.h"
 #include "dense_cpu/table.h"
 
 namespace py = pybind11;
@@ -166,6 +167,22 @@ void logits(Dense& self, int64_t hidden, int tokens, int64_t y) {
   self.logits(from, tokens, to);
 }
 
+// Outputs of a fold, inputs, folds; tokens, and elements from one to the next.
+void multiply(dense::Products& self, const Packed& packed, const MatrixSize& size, int64_t x,
+              const std::tuple<int, int64_t>& rows, int64_t residual, int64_t y) {
+  dense::Matrix m = matrix(packed, "weight");
+  std::tie(m.outputs, m.inputs, m.folds) = size;
+  if (m.outputs < 1 || m.inputs < 1 || m.folds < 1)
+    throw std::invalid_argument("sizes must be at least 1");
+  const auto [tokens, stride] = rows;
+  check_stride(stride, m.inputs, tokens, "x");
+  const uint16_t* from = at<uint16_t>(x, "x");
+  const uint16_t* added = at<uint16_t>(residual, "residual", false);
+  uint16_t* to = at<uint16_t>(y, "y");
+  py::gil_scoped_release release;
+  self.multiply(m, from, stride, tokens, added, to);
+}
+
 std::vector<int64_t> greedy(int64_t logits, int64_t rows, int64_t columns) {
   if (rows < 1 || columns < 1) throw std::invalid_argument("there are no logits");
   const float* from = at<float>(logits, "logits");
@@ -208,6 +225,9 @@ void bind_dense_cpu(py::module_& m) {
         py::arg("blocks"), py::arg("count"), py::arg("to"));
   m.def("dense_pack_codes", &pack_codes, py::kw_only(), py::arg("threads"), py::arg("format"),
         py::arg("codes"), py::arg("size"), py::arg("to"));
+  py::class_<dense::Products>(m, "CpuProducts")
+      .def(py::init<int, const std::string&>(), py::kw_only(), py::arg("threads"), py::arg("isa"))
+      .def("multiply", &multiply);
   py::class_<Dense>(m, "CpuDense")
       .def(py::init(&make), py::kw_only(), py::arg("threads"), py::arg("isa"), py::arg("hidden"),
            py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("ffn"),

@@ -4,18 +4,12 @@
 #include <stdexcept>
 
 #include "dense_cpu/dispatch.h"
+#include "dense_cpu/parts.h"
 
 namespace clover::dense {
 namespace {
 
-constexpr int kPartsPerThread = 4;      // enough that threads finish at about one time
-constexpr int kTogether = 8;            // fewer tokens than this are normed on one thread
-constexpr int kMany = 64;               // from here on tokens are split too
-constexpr int kManyTokens = 96;         // of a part
-constexpr int kManyBlocks = 4;          // of a part's outputs
-constexpr int64_t kAloneBytes = 32768;  // of weights; less is multiplied on one thread
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int kTogether = 8;  // fewer tokens than this are normed on one thread
 
 int64_t padded(int64_t inputs) { return round_up(inputs, kGroup); }
 
@@ -67,51 +61,6 @@ void Dense::add_layer(Layer layer) {
   layers_.push_back(layer);
 }
 
-template <typename Run>
-void Dense::each(int count, const Run& run) {
-  threads_->run(
-      count, [](void* context, int i, int) { (*static_cast<const Run*>(context))(i); },
-      const_cast<Run*>(&run));
-}
-
-// Runs `run(part, rows, first row)` until all of `m`'s outputs are made for all of `x`.
-template <typename Run>
-void Dense::each_part(const Matrix& m, const Matrix* next, const Rows& x, const Run& run) {
-  if (x.count < kMany) return few_parts(m, next, x, run);
-  many_parts(m, x, run);
-}
-
-// A part is some blocks of outputs. A thread that has done its share finds the start of its share
-// of the `next` matrix on the way.
-template <typename Run>
-void Dense::few_parts(const Matrix& m, const Matrix* next, const Rows& x, const Run& run) {
-  const int64_t blocks = ceil_div(m.outputs, kBlock), threads = threads_->threads();
-  const bool alone = blocks * m.block() < kAloneBytes;
-  const int64_t parts = alone ? 1 : std::min(blocks, threads * kPartsPerThread);
-  each(static_cast<int>(parts), [&](int i) {
-    const int64_t first = blocks * i / parts, last = blocks * (i + 1) / parts;
-    const uint8_t* ahead = m.weight + (last < blocks ? last : 0) * m.block();
-    for (int64_t p = 0; next && p < threads; ++p)
-      if (i + 1 == (p + 1) * parts / threads)
-        ahead = next->weight + ceil_div(next->outputs, kBlock) * p / threads * next->block();
-    run(Part{first * kBlock, std::min(last * kBlock, m.outputs), ahead}, x, 0);
-  });
-}
-
-// A part is some blocks of outputs for some tokens, whose rows stay in the cache meanwhile.
-template <typename Run>
-void Dense::many_parts(const Matrix& m, const Rows& x, const Run& run) {
-  const int64_t across = ceil_div(ceil_div(m.outputs, kBlock), kManyBlocks);
-  const int64_t down = ceil_div(x.count, kManyTokens);
-  each(static_cast<int>(across * down), [&](int i) {
-    const int64_t first = i % across * kManyBlocks * kBlock;
-    const int64_t from = x.count * (i / across) / down, until = x.count * (i / across + 1) / down;
-    Rows some = x.from(from);
-    some.count = until - from;
-    run(Part{first, std::min(first + kManyBlocks * kBlock, m.outputs), nullptr}, some, from);
-  });
-}
-
 // `data`'s rows as `m` needs them.
 Rows Dense::rows(const Matrix& m, const uint16_t* data, int64_t stride, int tokens) {
   if (m.format == Format::kBFloat16) return {data, stride, tokens, 0, nullptr, nullptr};
@@ -125,7 +74,7 @@ Rows Dense::rows(const Matrix& m, const uint16_t* data, int64_t stride, int toke
 
 template <typename Run>
 void Dense::each_token(int tokens, const Run& run) {
-  if (tokens >= kTogether) return each(tokens, run);
+  if (tokens >= kTogether) return each(*threads_, tokens, run);
   for (int t = 0; t < tokens; ++t) run(t);
 }
 
@@ -162,7 +111,7 @@ void Dense::embed(const StageCall& call) {
 
 void Dense::project(const Matrix& m, const Matrix* next, const Rows& x, const float* residual,
                     float* y) {
-  each_part(m, next, x, [&](const Part& part, const Rows& some, int64_t from) {
+  each_part(*threads_, m, next, x, [&](const Part& part, const Rows& some, int64_t from) {
     const int64_t at = from * m.outputs;
     kernels_->project(m, some, part, residual ? residual + at : nullptr, y + at, m.outputs);
   });
@@ -175,9 +124,10 @@ void Dense::finish_layer(int index, const StageCall& call) {
   project(layer.out, &layer.gate_up, attended, call.hidden, call.hidden_out);
   norm(call.hidden_out, layer.post_norm, call.tokens);
   const Rows x = normed(layer.gate_up, call.tokens);
-  each_part(layer.gate_up, &layer.down, x, [&](const Part& part, const Rows& some, int64_t from) {
-    kernels_->gate_up(layer.gate_up, some, part, gated_.data() + from * gated, gated);
-  });
+  each_part(*threads_, layer.gate_up, &layer.down, x,
+            [&](const Part& part, const Rows& some, int64_t from) {
+              kernels_->gate_up(layer.gate_up, some, part, gated_.data() + from * gated, gated);
+            });
   const Matrix* next = index + 1 < layers() ? &layers_[index + 1].qkv : &head_;
   project(layer.down, next, rows(layer.down, gated_.data(), gated, call.tokens), call.hidden_out,
           call.hidden_out);

@@ -78,15 +78,7 @@ class Dense {
 
  private:
   template <typename Run>
-  void each(int count, const Run& run);
-  template <typename Run>
   void each_token(int tokens, const Run& run);
-  template <typename Run>
-  void each_part(const Matrix& m, const Matrix* next, const Rows& x, const Run& run);
-  template <typename Run>
-  void few_parts(const Matrix& m, const Matrix* next, const Rows& x, const Run& run);
-  template <typename Run>
-  void many_parts(const Matrix& m, const Rows& x, const Run& run);
 
   void reserve(int tokens);
   Rows rows(const Matrix& m, const uint16_t* data, int64_t stride, int tokens);

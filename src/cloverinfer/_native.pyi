@@ -450,6 +450,25 @@ def dense_pack_codes(
     (float16; 0 for int8), rows one below the other. ``size`` as for ``dense_pack``.
     """
 
+class CpuProducts:
+    """Single products with packed bfloat16 weights of the caller's. Callers take turns."""
+
+    def __init__(self, *, threads: int, isa: str) -> None: ...
+    def multiply(
+        self,
+        weight: tuple[int, int, int],
+        size: tuple[int, int, int],
+        x: int,
+        rows: tuple[int, int],
+        residual: int,
+        y: int,
+        /,
+    ) -> None:
+        """``weight``: format (0), addresses of the panels and of the bias or 0. ``size``: outputs
+        of a fold, inputs (even), folds; of two folds ``silu(first) * second``, with no
+        residual. ``rows``: how many, and elements from one to the next. ``residual``: what is
+        added, contiguous as ``y`` is, or 0."""
+
 class CpuDense:
     """Stages of a Llama over packed weights of the caller's, which must outlive it.
 

@@ -17,7 +17,7 @@ import hashlib
 import importlib.metadata
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from ..kvcache.layout import KVSpec
 from .arch import kv_specs
 from .base import QKV, Carry, DenseHalf, ModelArch, place
 from .cache import sha256_of
+from .fuse import Fused, Place, fuse, kernels_serve, unchanged
 from .lowering import WARM_TOKENS, compiling, lower, require
 from .operators import exporting  # and registers what graphs call
 from .weights import CPU, SAFETENSORS, SafetensorsSource
@@ -206,14 +207,16 @@ class CompiledHalf(DenseHalf):
         self.device = device
         self.specs: tuple[KVSpec, ...] = kv_specs(self.arch, manifest.dtype)
         self._read_bytes = manifest.read_bytes
-        source = SafetensorsSource.of_file(folder / SAFETENSORS)
-        weights = {
-            name: source.load(name, shape).to(device) for name, shape in source.shapes().items()
-        }
-        graphs = {name: _load_graph(folder / name, device) for name in manifest.graphs}
-        lowered = {name: lower(graph, lowering) for name, graph in graphs.items()}
+        weights = _Weights(SafetensorsSource.of_file(folder / SAFETENSORS), device)
+        counts = {entry.graph: len(entry.weights) for entry in manifest.stages}
+        kernels = kernels_serve(self.dtype, device)
+        fused: dict[str, Fused] = {}
+        for name, count in counts.items():
+            graph = _load_graph(folder / name, device)
+            fused[name] = fuse(graph, count, lowering) if kernels else unchanged(graph, count)
+        lowered = {name: lower(one.graph, lowering) for name, one in fused.items()}
         self._stages = [
-            (lowered[entry.graph], [weights[name] for name in entry.weights])
+            (lowered[entry.graph], weights.of(entry, fused[entry.graph].places))
             for entry in manifest.stages
         ]
         if lowering != "eager":
@@ -258,8 +261,31 @@ class CompiledHalf(DenseHalf):
                     first = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def logits(self, carry: Carry) -> torch.Tensor:
+        return self.raw_logits(carry).float()
+
+    def raw_logits(self, carry: Carry) -> torch.Tensor:
         (logits_tc,) = carry
-        return logits_tc.float()
+        return logits_tc
+
+
+class _Weights:
+    """Of a file, on a device, each made once, whichever stages read it."""
+
+    def __init__(self, source: SafetensorsSource, device: torch.device) -> None:
+        self._source, self._device = source, device
+        self._shapes = source.shapes()
+        self._made: dict[tuple[tuple[str, ...], int], torch.Tensor] = {}
+
+    def of(self, entry: StageEntry, places: Sequence[Place]) -> list[torch.Tensor]:
+        """What the stage's graph takes first."""
+        return [self._of(tuple(entry.weights[i] for i in place.parts), place) for place in places]
+
+    def _of(self, names: tuple[str, ...], place: Place) -> torch.Tensor:
+        key = names, place.folds
+        if key not in self._made:
+            parts = [self._source.load(name, self._shapes[name]) for name in names]
+            self._made[key] = place.make([part.to(self._device) for part in parts])
+        return self._made[key]
 
 
 def _load_graph(path: Path, device: torch.device) -> torch.fx.GraphModule:

@@ -1,0 +1,70 @@
+// How a product is split among the threads of a pool: by its size and their number alone, so that
+// the same call gives the same bits.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/thread_pool.h"
+#include "dense_cpu/kernel.h"
+
+namespace clover::dense {
+
+constexpr int kPartsPerThread = 4;      // enough that threads finish at about one time
+constexpr int kMany = 64;               // from here on tokens are split too
+constexpr int kManyTokens = 96;         // of a part
+constexpr int kManyBlocks = 4;          // of a part's outputs
+constexpr int64_t kAloneBytes = 32768;  // of weights; less is multiplied on one thread
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Runs `run(0)` to `run(count - 1)`.
+template <typename Run>
+void each(ThreadPool& threads, int count, const Run& run) {
+  threads.run(
+      count, [](void* context, int i, int) { (*static_cast<const Run*>(context))(i); },
+      const_cast<Run*>(&run));
+}
+
+// A part is some blocks of outputs. A thread that has done its share finds the start of its share
+// of the `next` matrix on the way.
+template <typename Run>
+void few_parts(ThreadPool& pool, const Matrix& m, const Matrix* next, const Rows& x,
+               const Run& run) {
+  const int64_t blocks = ceil_div(m.outputs, kBlock), threads = pool.threads();
+  const bool alone = blocks * m.block() < kAloneBytes;
+  const int64_t parts = alone ? 1 : std::min(blocks, threads * kPartsPerThread);
+  each(pool, static_cast<int>(parts), [&](int i) {
+    const int64_t first = blocks * i / parts, last = blocks * (i + 1) / parts;
+    const uint8_t* ahead = m.weight + (last < blocks ? last : 0) * m.block();
+    for (int64_t p = 0; next && p < threads; ++p)
+      if (i + 1 == (p + 1) * parts / threads)
+        ahead = next->weight + ceil_div(next->outputs, kBlock) * p / threads * next->block();
+    run(Part{first * kBlock, std::min(last * kBlock, m.outputs), ahead}, x, 0);
+  });
+}
+
+// A part is some blocks of outputs for some tokens, whose rows stay in the cache meanwhile.
+template <typename Run>
+void many_parts(ThreadPool& pool, const Matrix& m, const Rows& x, const Run& run) {
+  const int64_t across = ceil_div(ceil_div(m.outputs, kBlock), kManyBlocks);
+  const int64_t down = ceil_div(x.count, kManyTokens);
+  each(pool, static_cast<int>(across * down), [&](int i) {
+    const int64_t first = i % across * kManyBlocks * kBlock;
+    const int64_t from = x.count * (i / across) / down, until = x.count * (i / across + 1) / down;
+    Rows some = x.from(from);
+    some.count = until - from;
+    run(Part{first, std::min(first + kManyBlocks * kBlock, m.outputs), nullptr}, some, from);
+  });
+}
+
+// Runs `run(part, rows, first row)` until all of `m`'s outputs are made for all of `x`. `next`: the
+// matrix that is multiplied with after `m`, or null.
+template <typename Run>
+void each_part(ThreadPool& pool, const Matrix& m, const Matrix* next, const Rows& x,
+               const Run& run) {
+  if (x.count < kMany) return few_parts(pool, m, next, x, run);
+  many_parts(pool, m, x, run);
+}
+
+}  // namespace clover::dense
