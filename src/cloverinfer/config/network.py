@@ -93,7 +93,8 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     rdma_timeout: int = 14
     """How long the card waits for an answer: 4.096 us * 2^n, n from 1 to 31 (14: 67 ms)."""
     rdma_retries: int = 6
-    """How often it then sends again before the queue pair fails, 0 to 7."""
+    """How often it then sends again before the queue pair fails, 0 to 7; an
+    acknowledgement lets it count anew. Soft RoCE takes 7 as without end."""
     rdma_service_level: int = 0
     """InfiniBand service level, or RoCE priority, of all packets, 0 to 15."""
     rdma_spin_us: int = 0
