@@ -193,12 +193,15 @@ class LinkedEndpoint(Endpoint):
         self._check_open()
         peer = self._peer(address)
         deadline = deadline_after(timeout)
-        with self._told_about(peer), self._dialling(peer, deadline):
-            if peer.link is not None and self._engine.problem(peer.link):
-                self._engine.drop_outgoing(peer.link)
-                peer.link = None
-            if peer.link is None:
-                self._dial(peer, deadline)
+        try:
+            with self._dialling(peer, deadline):
+                if peer.link is not None and self._engine.problem(peer.link):
+                    self._engine.drop_outgoing(peer.link)
+                    peer.link = None
+                if peer.link is None:
+                    self._dial(peer, deadline)
+        except TransportError as error:
+            raise self._about(peer, error) from error
         return peer
 
     def _peer(self, address: str) -> LinkPeer:
@@ -209,13 +212,9 @@ class LinkedEndpoint(Endpoint):
             )
         return self._peers.setdefault(address, peer)
 
-    @contextmanager
-    def _told_about(self, peer: Peer) -> Iterator[None]:
-        """Errors that say between whom."""
-        try:
-            yield
-        except TransportError as error:
-            raise type(error)(f"{self.name} to {peer.address}: {error}") from error
+    def _about(self, peer: Peer, error: TransportError) -> TransportError:
+        """The error, saying between whom."""
+        return type(error)(f"{self.name} to {peer.address}: {error}")
 
     @contextmanager
     def _dialling(self, peer: LinkPeer, deadline: float) -> Iterator[None]:
@@ -307,42 +306,48 @@ class LinkedEndpoint(Endpoint):
         check_put_bytes(ranges, index, self.capabilities.max_put_bytes)
         check_region_open(ranges.region)
         deadline = deadline_after(timeout)
-        self._await(after, deadline)
-        with self._told_about(ranges.peer):
+        if after is not None:
+            self._await(after, deadline)
+        number, ticket = next(self._numbers), Ticket()
+        try:
             link = self._link(ranges.peer, deadline)
-            number, ticket = next(self._numbers), Ticket()
             # Before the put: another thread may poll its end before this one comes back.
             self._pending[number] = ticket, ranges
-            try:
-                left = seconds_left(deadline)
-                self._engine.put(link, number, ranges.native, index, notice, left)
-            except BaseException:
-                self._pending.pop(number, None)
-                raise
+            left = seconds_left(deadline)
+            self._engine.put(link, number, ranges.native, index, notice, left)
+        except TransportError as error:
+            self._pending.pop(number, None)
+            raise self._about(ranges.peer, error) from error
+        except BaseException:
+            self._pending.pop(number, None)
+            raise
         return ticket
 
     def send(self, peer: Peer, message: bytes, timeout: float = DEFAULT_TIMEOUT) -> None:
         self._check_open()
         check_message(message, self.capabilities.max_message_bytes)
         deadline = deadline_after(timeout)
-        with self._told_about(peer):
-            link = self._link(peer, deadline)
-            self._engine.send(link, message, seconds_left(deadline))
+        try:
+            self._engine.send(self._link(peer, deadline), message, seconds_left(deadline))
+        except TransportError as error:
+            raise self._about(peer, error) from error
 
     def poll(self, timeout: float) -> Events:
         self._check_open()
         deadline = deadline_after(timeout)
-        events = Events()
-        while not events:
-            left = seconds_left(deadline)
+        left = timeout
+        while True:
             arrived, finished = self._engine.poll(left)
-            with self._lock:
-                for link, content in arrived:
-                    self._sort(link, content, events)
-            events.tickets += [self._finish(*each) for each in finished]
-            if left <= 0:
-                break
-        return events
+            events = Events()
+            if arrived:
+                with self._lock:
+                    for link, content in arrived:
+                        self._sort(link, content, events)
+            for number, late, problem in finished:
+                events.tickets.append(self._finish(number, late, problem))
+            if events or left <= 0:
+                return events
+            left = seconds_left(deadline)
 
     def _sort(self, link: int, content: int | bytes | None, events: Events) -> None:
         peer = self._incoming[link]

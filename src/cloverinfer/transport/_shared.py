@@ -23,6 +23,7 @@ HUGE_FROM_BYTES = 16 << 20
 """Smaller regions would waste much of a huge page of 2 MiB."""
 LONGEST_WAIT = 1e6
 """Seconds; what "for ever" is cut down to, so that every primitive can take it."""
+_INT32 = np.dtype(np.int32)
 
 
 class OwnRegion(Region):
@@ -74,7 +75,7 @@ def offset_array(offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 def index_array(index: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """``index`` as native code takes it; ``ValueError`` unless int32 ``[n, 2]``."""
-    if not isinstance(index, np.ndarray) or index.dtype != np.int32:
+    if not isinstance(index, np.ndarray) or index.dtype != _INT32:
         raise ValueError("index must be an int32 array")
     if index.ndim != 2 or index.shape[1] != 2:
         raise ValueError(f"index must have the shape [n, 2], not {list(index.shape)}")
@@ -99,6 +100,8 @@ def check_put_bytes(ranges: Ranges, index: npt.NDArray[np.int32], limit: int) ->
 def checked_notice(notice: int) -> int:
     """``notice`` as Python's own number, whichever library's integer it was; ``ValueError`` for
     what is no notice."""
+    if type(notice) is int and 0 <= notice < 1 << 32:
+        return notice
     if not hasattr(notice, "__index__") or not 0 <= notice < 1 << 32:
         raise ValueError(f"a notice is 32 bits, from 0 to 2^32 - 1, not {notice}")
     return int(notice)
@@ -175,8 +178,11 @@ def callers_memory(memory: memoryview | DeviceMemory) -> memoryview:
 
 def deadline_after(timeout: float) -> float:
     """On ``time.monotonic``."""
-    return time.monotonic() + min(max(timeout, 0.0), LONGEST_WAIT)
+    if 0.0 <= timeout <= LONGEST_WAIT:
+        return time.monotonic() + timeout
+    return time.monotonic() + (LONGEST_WAIT if timeout > 0.0 else 0.0)
 
 
 def seconds_left(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 0.0)
+    left = deadline - time.monotonic()
+    return left if left > 0.0 else 0.0

@@ -140,7 +140,7 @@ class Ticket:
         self.error = error
 
 
-@dataclass
+@dataclass(slots=True)
 class Events:
     """What ``poll`` saw, each list in order of arrival from each peer."""
 

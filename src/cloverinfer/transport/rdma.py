@@ -166,12 +166,15 @@ class RdmaEndpoint(LinkedEndpoint):
         """The link there; a new one where the last has failed and somebody has been told."""
         assert isinstance(peer, LinkPeer)
         link = peer.link
-        if link is not None and self._engine.problem(link):
-            if link not in self._told:
-                self._told.add(link)  # by the error that using it gives
-                return link
-            with self._dialling(peer, deadline):
-                self._forget_link(peer, link)
+        if link is None:
+            return super()._link(peer, deadline)
+        if not self._engine.problem(link):
+            return link
+        if link not in self._told:
+            self._told.add(link)  # by the error that using it gives
+            return link
+        with self._dialling(peer, deadline):
+            self._forget_link(peer, link)
         return super()._link(peer, deadline)
 
     def _forget_link(self, peer: LinkPeer, link: int) -> None:
@@ -187,10 +190,11 @@ class RdmaEndpoint(LinkedEndpoint):
         return events
 
     def _finish(self, number: int, late: bool, problem: str) -> Ticket:
-        peer = self._pending[number][1].peer
-        assert isinstance(peer, LinkPeer)
-        if problem and peer.link is not None and self._engine.problem(peer.link):
-            self._told.add(peer.link)
+        if problem:
+            peer = self._pending[number][1].peer
+            assert isinstance(peer, LinkPeer)
+            if peer.link is not None and self._engine.problem(peer.link):
+                self._told.add(peer.link)
         return super()._finish(number, late, problem)
 
     def close(self) -> None:
