@@ -21,6 +21,7 @@ from cloverinfer.integrations.vllm.memory import Shape
 from cloverinfer.integrations.vllm.scheduler import SchedulerHalf
 from cloverinfer.integrations.vllm.settings import settings_from
 from cloverinfer.integrations.vllm.worker import Engine, WorkerHalf
+from cloverinfer.nodes.copies import copies_of
 
 LAYERS, ALL_HEADS, DIM = 3, 4, 4
 PATIENCE = 20.0
@@ -29,9 +30,9 @@ PATIENCE = 20.0
 class FakeTensor:
     """What the connector asks of a torch tensor, of a numpy array."""
 
-    def __init__(self, array: np.ndarray, storage: np.ndarray) -> None:
+    def __init__(self, array: np.ndarray, storage: np.ndarray, device: int | None = None) -> None:
         self.array = array
-        self.device = SimpleNamespace(type="cpu")
+        self.device = SimpleNamespace(type="cpu" if device is None else "cuda", index=device)
         self.dtype = "torch.float32"
         self._storage = storage
 
@@ -78,6 +79,34 @@ def value(layer: int, position: int, head: int) -> np.ndarray:
     return (layer * 1e6 + position * 100 + head + np.arange(2 * DIM) / 16).astype(np.float32)
 
 
+class HostMemory:
+    """Where a worker's cache is, and what computes there: this process, at once."""
+
+    copies = staticmethod(copies_of)
+
+    def make(self, shape: tuple[int, ...]) -> Any:
+        """Of float32, all -1."""
+        return np.full(shape, -1.0, np.float32)
+
+    def layer(self, storage: Any, i: int, axes: tuple[int, ...]) -> Any:
+        return storage[i].transpose(axes)
+
+    def tensor(self, layer: Any, storage: Any) -> Any:
+        """As the connector is given it."""
+        return FakeTensor(layer, storage)
+
+    def write(
+        self, view: Any, layer: int, places: list[tuple[int, int, int]], heads: range
+    ) -> None:
+        """Keys and values of ``places``: position, block, offset there."""
+        for at, block, offset in places:
+            for i, head in enumerate(heads):
+                view[block, i, offset] = value(layer, at, head)
+
+    def read(self, view: Any) -> np.ndarray:
+        return np.asarray(view)
+
+
 class FakeWorker:
     """One tensor-parallel worker's memory and its worker half."""
 
@@ -87,26 +116,28 @@ class FakeWorker:
         sizes = {"H": count, "N": size}
         inner = [sizes[axis] for axis in options.order]
         shape = (LAYERS, blocks, *inner, 2 * DIM)
-        self.storage = np.full(shape, -1.0, np.float32)
+        self.memory = options.memory or HostMemory()
+        self.storage = self.memory.make(shape)
         axes = (0, 1, 2, 3) if options.order == "HN" else (0, 2, 1, 3)
-        self.layers = [self.storage[i].transpose(axes) for i in range(LAYERS)]
+        self.layers = [self.memory.layer(self.storage, i, axes) for i in range(LAYERS)]
         engine = Engine(
             options.name, rank, ranks, options.model, options.dtype, "", ALL_HEADS,
             Shape(blocks, size, count, options.opaque),
         )  # fmt: skip
-        self.half = WorkerHalf(settings_from(settings), engine)
+        self.half = WorkerHalf(settings_from(settings), engine, self.memory.copies)
+        layers = enumerate(self.layers)
         self.half.register(
-            {f"layer.{i}": FakeTensor(self.layers[i], self.storage) for i in range(LAYERS)}
+            {f"layer.{i}": self.memory.tensor(each, self.storage) for i, each in layers}
         )
 
     def compute(self, layer: int, table: list[int], size: int, begin: int, end: int) -> None:
-        for at in range(begin, end):
-            for i, head in enumerate(self.heads):
-                self.layers[layer][table[at // size], i, at % size] = value(layer, at, head)
+        places = [(at, table[at // size], at % size) for at in range(begin, end)]
+        self.memory.write(self.layers[layer], layer, places, self.heads)
 
     def holds(self, table: list[int], size: int, begin: int, end: int) -> bool:
+        held = [self.memory.read(each) for each in self.layers]
         return all(
-            (self.layers[layer][table[at // size], i, at % size] == value(layer, at, head)).all()
+            (held[layer][table[at // size], i, at % size] == value(layer, at, head)).all()
             for layer in range(LAYERS)
             for at in range(begin, end)
             for i, head in enumerate(self.heads)
@@ -122,6 +153,7 @@ class FakeEngine:
         defaults = {
             "blocks": 64, "size": 16, "order": "HN", "opaque": False,
             "model": "tiny", "dtype": "float32", "name": f"{role}-{next(self._names)}",
+            "memory": None,
         }  # fmt: skip
         self.options = SimpleNamespace(**{k: options.pop(k, v) for k, v in defaults.items()})
         self.port = options.pop("kv_port", None) or free_port(ranks)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tests.vllm_child import RemoteEngine
 from tests.vllm_kit import FakeEngine, until
 
 from cloverinfer.core.errors import TransportError
-from cloverinfer.integrations.vllm.courier import Wire
+from cloverinfer.integrations.vllm.courier import BEAT_SECONDS, Wire
 from cloverinfer.integrations.vllm.wire import Dropped
 from cloverinfer.transport import shm
 
@@ -302,6 +303,25 @@ def test_who_stood_still_takes_nobody_for_silent(engines):
     prefill.until_sent("p")
     assert decode.bad == set()
     assert decode.holds("d", 0, 64)
+
+
+def test_links_outlive_a_process_that_stands_still(engines):
+    """For less than the lease: what was said to it meanwhile is late, and no more."""
+    prefill, decode = engines("prefill", lease=60.0), RemoteEngine("decode", lease=60.0)
+    try:
+        decode.ask("wait_for_remote", "d", 64, "t")
+        prefill.begin("p", 64, params(decode))
+        prefill.compute("p", chunk=32, upto=32)
+        until(lambda: decode.ask("holds", "d", 0, 32))
+        with decode.stopped(BEAT_SECONDS + 2.5):
+            prefill.step("p", 32, 32)
+            prefill.finish("p")
+        decode.ask("until_loaded", "d")
+        prefill.until_sent("p")
+        assert decode.ask("bad") == set()
+        assert decode.ask("holds", "d", 0, 64)
+    finally:
+        decode.close()
 
 
 def test_after_a_prefill_died_another_may_serve(engines):

@@ -11,6 +11,7 @@ from tests.vllm_kit import FakeTensor
 
 from cloverinfer.core.errors import ConfigError, RequestError
 from cloverinfer.integrations.vllm import courier
+from cloverinfer.integrations.vllm.describe import check_config, engine_of
 from cloverinfer.integrations.vllm.memory import Shape, pool_of
 from cloverinfer.integrations.vllm.scheduler import SchedulerHalf
 from cloverinfer.integrations.vllm.settings import Load, Send, settings_from, wish_of
@@ -173,11 +174,48 @@ def test_layouts_that_are_not_understood_are_refused():
         with pytest.raises(ConfigError, match="shape"):
             pool_of({"a": tensor(*shape)}, Shape(9, 16, 3, False))
     device = tensor(9, 3, 16, 8)
-    device.device = SimpleNamespace(type="cuda")
-    with pytest.raises(ConfigError, match="host memory only"):
+    device.device = SimpleNamespace(type="xpu")
+    with pytest.raises(ConfigError, match="CUDA devices only"):
         pool_of({"a": device}, Shape(9, 16, 3, False))
     with pytest.raises(ConfigError, match="state of its own"):
         pool_of({"a": [device]}, Shape(9, 16, 3, False))
+
+
+def config_of(**more):
+    parallel = {"tensor_parallel_size": 1} | more.pop("parallel", {})
+    cache = {"block_size": 16, "num_gpu_blocks": 9, "cache_dtype": "auto"} | more.pop("cache", {})
+    model = {"hf_text_config": None, "hf_config": None, "get_total_num_kv_heads": lambda: 3}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel),
+        cache_config=SimpleNamespace(**cache),
+        model_config=SimpleNamespace(**(model | more)),
+        kv_transfer_config=SimpleNamespace(engine_id="e"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size is 2"),
+        ({"parallel": {"use_ubatching": True}}, "--enable-dbo"),
+        ({"parallel": {"enable_dbo": True}}, "--enable-dbo"),
+        ({"cache": {"calculate_kv_scales": True}}, "--calculate-kv-scales"),
+    ],
+)
+def test_what_the_connector_does_not_do_is_refused(more, says):
+    check_config(config_of())
+    with pytest.raises(ConfigError, match=says):
+        check_config(config_of(**more))
+
+
+def test_memory_that_may_be_taken_away_is_refused_on_gpus():
+    made = tensor(9, 3, 16, 8)
+    made.device = SimpleNamespace(type="cuda", index=1)
+    engine = engine_of(config_of(), None, 0, {"a": made})
+    assert (engine.interior, engine.shape.opaque) == ("", False)
+    assert pool_of({"a": made}, engine.shape).device == 1
+    with pytest.raises(ConfigError, match="--enable-sleep-mode"):
+        engine_of(config_of(enable_sleep_mode=True), None, 0, {"a": made})
 
 
 def test_versions(caplog):
@@ -195,7 +233,7 @@ def test_versions(caplog):
 class _Slow:
     """An endpoint whose polls take as long as they are told to."""
 
-    capabilities = SimpleNamespace(name="slow")
+    capabilities = SimpleNamespace(name="slow", cross_host=False)
 
     def __init__(self, seconds: list[float]) -> None:
         self.now = 0.0
@@ -218,7 +256,7 @@ class _Slow:
 def test_a_wire_counts_no_time_in_which_it_stood_still(monkeypatch):
     endpoint = _Slow([0.5, 0.25, 60.0, 0.5])
     monkeypatch.setattr(courier, "time", SimpleNamespace(monotonic=lambda: endpoint.now))
-    wire = courier.Wire(endpoint, (), None, 0.5)
+    wire = courier.Wire(endpoint, (), None, settings_from({"lease": 2.0}))
     endpoint.ended = wire._ending.set
     wire._run()
     assert wire.listened == 0.5 + 0.25 + 0.5 + 0.5

@@ -220,6 +220,11 @@ class StepPushes:
         """Every put has been made and has ended, well or not: its memory is free at both ends."""
         return self.made and all(ticket.done for _, ticket in self._tickets)
 
+    @property
+    def late(self) -> bool:
+        """Once ended: a put that has failed may still read and write, see ``Ticket.late``."""
+        return any(ticket.late for _, ticket in self._tickets)
+
     def failures(self) -> list[PeerGoneError]:
         """Once ended: one error for each receiver that could not be reached."""
         assert self.ended

@@ -88,7 +88,10 @@ class Flight:
 
     def end(self, error: TransportError | None) -> list[Ticket]:
         """The ticket, where it was not done before."""
-        if self.ticket is None or self.ticket.done:
+        if self.ticket is None:
+            return []
+        self.ticket.late = not self.landed and isinstance(error, DeadlineError)
+        if self.ticket.done:
             return []
         self.ticket.error = error
         self.ticket.done = True

@@ -131,13 +131,15 @@ class Ranges:
 
 class Ticket:
     """A put under way. Once ``done``, ``error`` is None or what went wrong, and the sender neither
-    reads local memory for it nor sends any more of it."""
+    reads local memory for it nor sends any more of it: except while ``late``, of a put that has
+    missed its deadline and cannot be called back, as a device is copying."""
 
-    __slots__ = ("done", "error")
+    __slots__ = ("done", "error", "late")
 
     def __init__(self, done: bool = False, error: Exception | None = None) -> None:
         self.done = done
         self.error = error
+        self.late = False
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ device memory is its owner's, and is registered as ``DeviceMemory``. Host memory
 or writes is page-locked first.
 
 Copies cannot be called back. Where a put fails for its deadline, its own or that of the notice that
-goes ahead, the device may still read and write what it names: until ``close`` has waited for it, or
-the process has ended.
+goes ahead, the device may still read and write what it names: while its ticket is ``late``, where
+there is one, and else until ``close`` has waited for it, or the process has ended.
 
 A writer that dies takes its copies with it (its context is torn down), so memory is safe again once
 the writer is gone.

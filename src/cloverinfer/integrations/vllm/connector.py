@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ...core.errors import ConfigError
 from ...transport.shm import remove_leftovers
-from .describe import block_size_of, check_parallel, engine_of
+from .describe import block_size_of, check_config, engine_of
 from .plan import Loaded, StepPlan
 from .scheduler import SchedulerHalf
 from .settings import settings_from
@@ -68,7 +68,7 @@ class RDMAConnector(KVConnectorBase_V1):
         # vLLM shows what its own loggers say.
         logging.getLogger("cloverinfer").parent = logging.getLogger("vllm")
         check_version(vllm.__version__, KVConnectorBase_V1)
-        check_parallel(vllm_config)
+        check_config(vllm_config)
         if "kv_cache_config" in inspect.signature(KVConnectorBase_V1.__init__).parameters:
             super().__init__(vllm_config, role, kv_cache_config)
         else:

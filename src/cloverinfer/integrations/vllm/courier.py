@@ -19,11 +19,12 @@ import msgspec
 
 from ...config.network import NetworkConfig
 from ...core.errors import ConfigError, DeadlineError, TransportError
-from ...transport import Endpoint, Events, Peer, Region, create_endpoint, missing
-from ...transport import capabilities as capabilities_of
-from ...transport.choice import ORDER
-from ...transport.registry import transport_names
+from ...transport import Endpoint, Events, Peer, Region, create_endpoint
+from ...transport.base import DEFAULT_TIMEOUT
 from ...transport.tcp import whoever_listens
+from .carriers import AUTO, carriers, kind_of
+from .memory import Memory
+from .settings import Settings
 from .wire import Beat, Message, WireInfo, Worker, decode, encode
 
 log = logging.getLogger(__name__)
@@ -56,9 +57,8 @@ class Wire:
     """One endpoint, its thread and this worker's memory on it."""
 
     def __init__(
-        self, endpoint: Endpoint, buffers: Sequence[memoryview], user: User, turn: float
+        self, endpoint: Endpoint, buffers: Sequence[Memory], user: User, settings: Settings
     ) -> None:
-        """``turn``: seconds that one poll waits at most."""
         self.endpoint = endpoint
         self.name = endpoint.capabilities.name
         self.regions: list[Region] = [endpoint.register(buffer) for buffer in buffers]
@@ -67,7 +67,13 @@ class Wire:
         stands still while this thread, or the whole process, does, since what they said meanwhile
         is still to be heard."""
         self._user = user
-        self._turn = turn
+        self._turn = settings.beat
+        """Seconds that one poll waits at most."""
+        # A link between hosts ends with the first deadline that is missed on it, and with it all
+        # that is being put: not before the other side is taken for gone.
+        self._least = settings.lease if endpoint.capabilities.cross_host else 0.0
+        self.put_seconds = max(DEFAULT_TIMEOUT, settings.lease)
+        """How long a put may take."""
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ending = threading.Event()
         self._own = endpoint.connect(endpoint.address())
@@ -93,7 +99,7 @@ class Wire:
         """Says that this worker lives. False where the peer is gone, or the way to it is; one that
         does not read is only given less time."""
         try:
-            self.endpoint.send(peer, _BEAT, BEAT_SECONDS)
+            self.endpoint.send(peer, _BEAT, max(BEAT_SECONDS, self._least))
         except DeadlineError as problem:
             log.info("%s does not read: %s", peer.address, problem)
         except TransportError as problem:
@@ -103,7 +109,7 @@ class Wire:
 
     def send(self, peer: Peer, data: bytes) -> bool:
         try:
-            self.endpoint.send(peer, data, SEND_SECONDS)
+            self.post(peer, data)
         except TransportError as problem:
             log.warning("%s cannot be told: %s", peer.address, problem)
             return False
@@ -112,7 +118,7 @@ class Wire:
     def reply(self, peer: Peer, message: Message) -> bool:
         """As ``tell``, over a new connection where the last one is broken. In the wire's thread."""
         try:
-            self.endpoint.send(peer, encode(message), SEND_SECONDS)
+            self.post(peer, encode(message))
             return True
         except DeadlineError as problem:
             log.warning("%s does not read: %s", peer.address, problem)
@@ -121,6 +127,10 @@ class Wire:
             with contextlib.suppress(TransportError):
                 self.endpoint.connect(peer.address, CONNECT_SECONDS)
             return self.tell(peer, message)
+
+    def post(self, peer: Peer, data: bytes) -> None:
+        """``TransportError`` where it cannot."""
+        self.endpoint.send(peer, data, max(SEND_SECONDS, self._least))
 
     def close(self) -> None:
         self._ending.set()
@@ -184,38 +194,55 @@ class Courier:
     """All wires of one worker; the door is among them."""
 
     def __init__(
-        self,
-        name: str,
-        network: NetworkConfig,
-        transport: str,
-        buffers: Sequence[memoryview],
-        user: User,
-        tick: float,
+        self, rank: int, settings: Settings, buffers: Sequence[Memory], user: User
     ) -> None:
-        """``transport``: the one for blocks, or auto; ``tick``: seconds between two calls of
-        ``user.tick``. ``ConfigError`` where the meeting point's port is taken, since peers know it
-        by its number."""
+        """``ConfigError`` where the meeting point's port is taken, since peers know it by its
+        number, and where no wire takes this memory."""
         self.wires: dict[str, Wire] = {}
+        self._rank, self._settings, self._user = rank, settings, user
         self._known: dict[tuple[str | None, int | None], str] = {}
         """Addresses of doors by host and port, of workers that have data go there too."""
-        self._ticker = _Ticker(user.tick, tick)
+        self._ticker = _Ticker(user.tick, settings.beat)
+        network = settings.network(rank)
+        wanted = carriers(settings.transport, kind_of(buffers))
         try:
-            for each in (DOOR, *_data_wires(transport)):
-                is_door = each == DOOR
-                # Whatever other wires listen at is theirs to choose: ports in a row are doors.
-                at = network if is_door else msgspec.structs.replace(network, port=0)
-                endpoint = create_endpoint(each, f"{name}-{each}", at)
-                carries = not is_door or transport in ("auto", DOOR)
-                self.wires[each] = Wire(endpoint, buffers if carries else (), user, tick)
+            self.wires[DOOR] = self._open(DOOR, network, buffers if DOOR in wanted else ())
             if f":{network.port}/" not in self.door.endpoint.address():
                 raise ConfigError(
                     f"port {network.port} of {network.bind_host}, the meeting point, is taken: "
                     "set kv_port to another"
                 )
+            # Whatever other wires listen at is theirs to choose: ports in a row are doors.
+            anywhere = msgspec.structs.replace(network, port=0)
+            self._open_all([each for each in wanted if each != DOOR], anywhere, buffers)
         except BaseException:
             self.close()
             raise
         self.data = [each for each, wire in self.wires.items() if wire.regions]
+
+    def _open_all(
+        self, transports: list[str], network: NetworkConfig, buffers: Sequence[Memory]
+    ) -> None:
+        """With auto, one that does not take this memory is passed over where another does."""
+        reasons = []
+        for each in transports:
+            try:
+                self.wires[each] = self._open(each, network, buffers)
+            except TransportError as problem:
+                reasons.append(f"{each}: {problem}")
+                log.warning("the KV cache is not moved by %s: %s", each, problem)
+        if reasons and (
+            self._settings.transport != AUTO or not any(w.regions for w in self.wires.values())
+        ):
+            raise ConfigError(f"no transport moves this KV cache: {'; '.join(reasons)}")
+
+    def _open(self, transport: str, network: NetworkConfig, buffers: Sequence[Memory]) -> Wire:
+        endpoint = create_endpoint(transport, f"kv-{self._rank}-{transport}", network)
+        try:
+            return Wire(endpoint, buffers, self._user, self._settings)
+        except BaseException:
+            endpoint.close()
+            raise
 
     @property
     def door(self) -> Wire:
@@ -239,18 +266,19 @@ class Courier:
     def knock(self, host: str, port: int, message: Message) -> None:
         """To the meeting point of another worker; what answers has an address of its own. In the
         door's thread. ``TransportError`` where nobody answers."""
-        endpoint, data = self.door.endpoint, encode(message)
+        door, data = self.door, encode(message)
+        endpoint = door.endpoint
         known = self._known.get((host, port))
         if known is not None:
             try:
-                endpoint.send(endpoint.connect(known, CONNECT_SECONDS), data, SEND_SECONDS)
+                door.post(endpoint.connect(known, CONNECT_SECONDS), data)
                 return
             except DeadlineError:
                 raise  # it may only be busy, and keeps its link
             except TransportError:
                 del self._known[host, port]  # it has ended; another may be there by now
         peer = endpoint.connect(whoever_listens(host, port), CONNECT_SECONDS)
-        endpoint.send(peer, data, SEND_SECONDS)
+        door.post(peer, data)
 
     def close(self) -> None:
         self._ticker.close()
@@ -264,19 +292,6 @@ def _guarded(act: Callable[[], None]) -> None:
         act()
     except Exception:
         log.exception("the KV courier failed at one thing and goes on")
-
-
-def _data_wires(transport: str) -> list[str]:
-    """Beside the door's: what can write into memory of the engine's."""
-    if transport != "auto":
-        return [] if transport == DOOR else [transport]
-    able = [each for each in ORDER if each in transport_names() and each not in ("ray", DOOR)]
-    return [each for each in able if _reaches(each) and not missing(each)]
-
-
-def _reaches(transport: str) -> bool:
-    able = capabilities_of(transport)
-    return able.cross_process and able.puts_into_any_memory and "host" in able.memory
 
 
 def is_cut_off(endpoint: Endpoint, address: str) -> bool:

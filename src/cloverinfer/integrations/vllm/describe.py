@@ -31,8 +31,8 @@ _SHAPE_KEYS = (
 """What tells models apart whose caches must not mix."""
 
 
-def check_parallel(config: Any) -> None:
-    """``config``: vLLM's whole configuration."""
+def check_config(config: Any) -> None:
+    """``config``: vLLM's whole configuration. ``ConfigError`` for what this connector cannot do."""
     parallel = config.parallel_config
     for field in (
         "pipeline_parallel_size",
@@ -43,6 +43,16 @@ def check_parallel(config: Any) -> None:
         size = getattr(parallel, field, 1)
         if size > 1:
             raise ConfigError(f"{field} is {size}: this connector serves 1 only")
+    if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
+        raise ConfigError(
+            "micro-batches (--enable-dbo) compute a layer several times in a step, which this "
+            "connector does not follow: switch them off"
+        )
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise ConfigError(
+            "--calculate-kv-scales: each instance would find scales of its own for the same KV "
+            "cache; switch it off, or use a model that comes with scales"
+        )
 
 
 def block_size_of(config: Any, cache: Any) -> int:
@@ -59,13 +69,19 @@ def block_size_of(config: Any, cache: Any) -> int:
 
 
 def engine_of(config: Any, cache: Any, rank: int, caches: Mapping[str, Any]) -> Engine:
-    """``caches``: the engine's tensors by layer; ``rank``: in tensor parallelism."""
+    """``caches``: the engine's tensors by layer; ``rank``: in tensor parallelism. ``ConfigError``
+    for memory that the engine may take away."""
     ranks = config.parallel_config.tensor_parallel_size
     tensor = next(iter(caches.values()))
     block_size = block_size_of(config, cache)
     blocks = cache.num_blocks if cache is not None else config.cache_config.num_gpu_blocks
     heads = _heads(cache, tensor)
     on_cpu = getattr(tensor, "device", torch.device("cpu")).type == "cpu"
+    if not on_cpu and getattr(config.model_config, "enable_sleep_mode", False):
+        raise ConfigError(
+            "--enable-sleep-mode takes the KV cache's memory away, in which peers may be writing: "
+            "switch it off"
+        )
     engine_id = config.kv_transfer_config.engine_id
     return Engine(
         # Fresh even where a user fixed the id: a restart must not pass for the one before.

@@ -1,8 +1,8 @@
 """An engine's KV cache as regions and grids: what its tensors say of where they lie.
 
-Reads shapes, strides and addresses; the tensors stay the engine's. Tensors are known by what they
-answer (``shape``, ``stride``, ``element_size``, ``data_ptr``, ``untyped_storage``, ``device``), so
-that this needs no PyTorch.
+Reads shapes, strides and addresses, of host memory or of one GPU's; the tensors stay the engine's.
+Tensors are known by what they answer (``shape``, ``stride``, ``element_size``, ``data_ptr``,
+``untyped_storage``, ``device``), so that this needs no PyTorch.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Union
 
 from ...core.errors import ConfigError
+from ...transport import DeviceMemory
 from .grid import Grid
+
+Memory = Union[memoryview, DeviceMemory]
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ class Shape:
 class Pool:
     """All of it."""
 
-    buffers: list[memoryview]
-    """The memory that the tensors lie in, each once."""
+    buffers: list[Memory]
+    """The memory that the tensors lie in, each once; all of one kind."""
     layers: list[str]
     """Names of the layers that have a cache of their own, in the engine's order."""
     grids: list[Grid]
@@ -42,10 +45,16 @@ class Pool:
     split: int
     """Blocks of the grids that one block of the scheduler's is."""
 
+    @property
+    def device(self) -> int | None:
+        """Index of the GPU that it is on; None: it is host memory."""
+        first = self.buffers[0]
+        return first.device if isinstance(first, DeviceMemory) else None
+
 
 def pool_of(caches: Mapping[str, Any], shape: Shape) -> Pool:
-    """``ConfigError`` for memory that is not the host's and for layouts that are not understood."""
-    storages: dict[int, tuple[int, memoryview]] = {}
+    """``ConfigError`` for memory that nothing moves and for layouts that are not understood."""
+    storages: dict[int, tuple[int, Memory]] = {}
     seen: set[tuple[Any, ...]] = set()
     layers, grids = [], []
     for name, tensor in caches.items():
@@ -57,11 +66,14 @@ def pool_of(caches: Mapping[str, Any], shape: Shape) -> Pool:
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
         if start not in storages:
-            storages[start] = len(storages), _memory(start, storage.nbytes())
+            storages[start] = len(storages), _memory(tensor.device, start, storage.nbytes())
         layers.append(name)
         grids.append(_grid(name, tensor, shape, storages[start][0], tensor.data_ptr() - start))
     if not grids:
         raise ConfigError("this engine has no KV cache to hand over")
+    places = {str(tensor.device) for tensor in caches.values()}
+    if len(places) > 1:
+        raise ConfigError(f"layers have caches on {', '.join(sorted(places))}: they must be alike")
     blocks = {grid.blocks for grid in grids}
     if len(blocks) > 1:
         raise ConfigError(f"layers have caches of {sorted(blocks)} blocks: they must be alike")
@@ -72,13 +84,16 @@ def pool_of(caches: Mapping[str, Any], shape: Shape) -> Pool:
 def _check(name: str, tensor: Any) -> None:
     if isinstance(tensor, (list, tuple)):
         raise ConfigError(f"layer {name} keeps a state of its own and no KV cache: not supported")
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in ("cpu", "cuda"):
         raise ConfigError(
-            f"the KV cache is on {tensor.device}: this connector moves host memory only"
+            f"the KV cache is on {tensor.device}: this connector moves memory of the host and of "
+            "CUDA devices only"
         )
 
 
-def _memory(start: int, nbytes: int) -> memoryview:
+def _memory(device: Any, start: int, nbytes: int) -> Memory:
+    if device.type == "cuda":
+        return DeviceMemory(start, nbytes, device.index)
     return memoryview((ctypes.c_char * nbytes).from_address(start)).cast("B")
 
 

@@ -2,9 +2,10 @@
 
 ``begin``, ``layer`` and ``end`` come from the engine's thread, layer by layer; a thread of its own
 puts (``nodes.pushes.Sender``); answers come from the wires' threads. Where a grant is late, what is
-computed by then is pushed at once. Blocks of a request are free once nothing reads them any more:
-all pushed, or given up and no put under way. One lock, the worker's, guards all state; nobody
-connects or prepares while holding it.
+computed by then is pushed at once. A GPU computes later than the engine's thread says, so each put
+comes after the moment that was marked there. Blocks of a request are free once nothing reads them
+any more: all pushed, or given up and no put under way. One lock, the worker's, guards all state;
+nobody connects or prepares while holding it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from ...nodes.copies import Moment
 from ...nodes.pushes import Sender, StepPushes
 from ...transport import Peer
 from .courier import Courier, Wire
@@ -46,13 +48,14 @@ class Outbox:
         settings: Settings,
         me: Worker,
         courier: Courier,
-        split: int,
+        pool: tuple[int, Callable[[], Moment]],
         lock: threading.RLock,
     ) -> None:
-        """``split``: blocks of the grids that one of the scheduler's is."""
+        """``pool``: blocks of the grids that one of the scheduler's is; and what marks the moment
+        at which all that the calling thread has asked of the pool's device is done."""
         self._settings = settings
         self._me = me
-        self._split = split
+        self._split, self._mark = pool
         self._lock = lock
         self._ended = threading.Condition(lock)
         """Told when puts have ended."""
@@ -95,18 +98,22 @@ class Outbox:
         """The step's layer is computed."""
         if self._step is not None and layer not in self._put_layers:
             self._put_layers.add(layer)
-            self._sender.layer(self._step, layer)
+            self._sender.layer(self._step, layer, self._mark())
 
     def end(self) -> None:
         """The step is computed. Layers that nobody told of are put now."""
+        if not self._progressing:
+            return
+        ready = self._mark()
         if self._step is not None:
             for layer in range(len(self._me.grids)):
-                self.layer(layer)
+                if layer not in self._put_layers:
+                    self._sender.layer(self._step, layer, ready)
             self._step.seal()
             self._step = None
         with self._lock:
             for out in self._progressing:
-                out.computed = out.planned
+                out.computed, out.ready = out.planned, ready
                 self._catch_up(out)
             self._progressing = []
 
@@ -188,6 +195,7 @@ class Outbox:
                     place = f"{out.start.host}:{out.start.port}"
                     self._fail(out, f"decode at {place} granted no blocks in time", final=False)
                     self._release(out)
+        self.settle()  # of puts that came to their end after they had failed nobody tells
 
     def _open_legs(self) -> list[Leg]:
         outs = self._transfers.values()
@@ -258,14 +266,14 @@ class Outbox:
             leg.open.append(pushes)
             self._sender.begin(pushes)
             for layer in range(len(self._me.grids)):
-                self._sender.layer(pushes, layer)
+                self._sender.layer(pushes, layer, out.ready)
             pushes.seal()
 
     def _settled(self, out: Outgoing) -> Outgoing:
         """Takes note of puts that have ended."""
         for leg in out.legs.values():
             ended = [pushes for pushes in leg.open if pushes.ended]
-            leg.open = [pushes for pushes in leg.open if not pushes.ended]
+            leg.open = [pushes for pushes in leg.open if not pushes.ended or pushes.late]
             for pushes in ended:
                 problem = pushes.problem
                 failures = [str(each) for each in pushes.failures() if each.peer == leg.target.name]

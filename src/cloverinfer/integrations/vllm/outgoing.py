@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...core.errors import PeerGoneError
-from ...nodes.copies import Moment
+from ...nodes.copies import NOW, Moment
 from ...nodes.pushes import StepPushes, Track
 from ...transport import Peer, Ranges
 from ...wire.messages import KVChunk
@@ -100,7 +100,8 @@ class Outgoing:
     planned: int = 0
     """Prompt positions that exist once the step under way is over."""
     computed: int = 0
-    """Those that exist."""
+    """Those that exist, from ``ready`` on."""
+    ready: Moment = NOW
     finished: bool = False
     """The scheduler has done with the request and waits for its blocks."""
     failed: str = ""
@@ -191,8 +192,9 @@ class TargetPusher:
         self.wire.endpoint.send(self.peer, encode(chunk))
 
     def put_layer(self, job: Job, layer: int, ready: Moment, track: Track) -> None:
-        """``ready`` is now: a cache in host memory is complete once vLLM says so."""
         rows = job.rows(self._matches[layer])
         notice = pack_kv(job.grant.slot, job.number, layer)
-        ticket = self.wire.endpoint.put(self._ranges[layer], rows, notice)
+        ticket = self.wire.endpoint.put(
+            self._ranges[layer], rows, notice, self.wire.put_seconds, ready.handle
+        )
         track(ticket, len(rows) * self._matches[layer].length)

@@ -17,7 +17,7 @@ from ...transport import transport_names
 
 SECRET_VARIABLE = "CLOVER_NETWORK_SECRET"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_DATA_WIRES = ("auto", "shm", "tcp", "nixl", "rdma")
+_DATA_WIRES = ("auto", "cuda_ipc", "shm", "tcp", "nixl", "rdma")
 MOST_ATTEMPTS = 1 << 31
 
 
@@ -33,8 +33,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     secret: str | None = None
     """Peers prove to each other that they know it; None: ``CLOVER_NETWORK_SECRET``."""
     transport: str = "auto"
-    """Wire that blocks cross: auto (the first of shm, rdma, nixl, tcp that both ends have), or one
-    of these."""
+    """Wire that blocks cross: auto (the first that both ends have: of shm, rdma, nixl, tcp for a
+    cache in host memory, of cuda_ipc, rdma for one on a GPU), or one of these."""
     tcp_streams: int = 4
     """Connections per peer over tcp, 1 to 64."""
     lease: float = 30.0

@@ -9,14 +9,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from ...kvcache.layout import DTYPE_BYTES, KVSpec, PoolLayout
+from ...nodes.copies import Copies, copies_of
 from ...transport import Peer
-from ...transport.choice import offer
+from ...transport.choice import Offer, offer
+from .carriers import CUDA, HOST
 from .courier import Courier, Wire
+from .gate import Gate
 from .grid import Grid, Heads
 from .inbox import Inbox
 from .memory import Pool, Shape, pool_of
@@ -56,9 +61,16 @@ class Engine:
 
 
 class WorkerHalf:
-    def __init__(self, settings: Settings, engine: Engine) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        engine: Engine,
+        copies: Callable[[str], Copies] = copies_of,
+    ) -> None:
+        """``copies``: what marks moments on a device, by its name."""
         self._settings = settings
         self._engine = engine
+        self._copies = copies
         self._lock = threading.RLock()
         self._courier: Courier | None = None
         self._layers: dict[str, int] = {}
@@ -71,16 +83,11 @@ class WorkerHalf:
         pool = pool_of(caches, self._engine.shape)
         self._layers = {name: i for i, name in enumerate(pool.layers)}
         settings, engine = self._settings, self._engine
-        courier = self._courier = Courier(
-            f"kv-{engine.rank}",
-            settings.network(engine.rank),
-            settings.transport,
-            pool.buffers,
-            self,
-            settings.beat,
-        )
+        courier = self._courier = Courier(engine.rank, settings, pool.buffers, self)
+        mark = self._copies(_device_name(pool)).mark
+        self._gate = Gate(mark, waits=pool.device is not None)
         me = _describe(settings, engine, pool, courier)
-        self._outbox = Outbox(settings, me, courier, pool.split, self._lock)
+        self._outbox = Outbox(settings, me, courier, (pool.split, mark), self._lock)
         layout = PoolLayout(tuple(_spec(engine, grid) for grid in pool.grids), *_blocks(pool))
         self._inbox = Inbox(settings, me, courier, (layout, pool.split), self._lock)
         courier.start()
@@ -97,10 +104,14 @@ class WorkerHalf:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Before anything of the step is computed."""
-        self._inbox.expect(plan.loads)
-        self._inbox.abort(plan.ended)
+        if plan.loads or plan.ended:
+            self._gate.pass_on(lambda: self._load(plan))
         self._outbox.finish(plan.ended)
         self._outbox.begin(plan.sends, plan.progress)
+
+    def _load(self, plan: StepPlan) -> None:
+        self._inbox.expect(plan.loads)
+        self._inbox.abort(plan.ended)
 
     def save_layer(self, name: str) -> None:
         """The step's keys and values of a layer are in its cache."""
@@ -135,6 +146,7 @@ class WorkerHalf:
 
     def close(self) -> None:
         if self._courier is not None:
+            self._gate.close()
             self._outbox.close()
             self._courier.close()
             self._courier = None
@@ -171,9 +183,19 @@ def _describe(settings: Settings, engine: Engine, pool: Pool, courier: Courier) 
         all_heads=engine.all_heads,
         heads=engine.heads,
         grids=pool.grids,
-        offer=offer(f"{engine.name}/{engine.rank}"),
+        offer=_offer(f"{engine.name}/{engine.rank}", pool.device),
         wires={each: courier.wires[each].info for each in courier.data},
     )
+
+
+def _device_name(pool: Pool) -> str:
+    return "cpu" if pool.device is None else f"cuda:{pool.device}"
+
+
+def _offer(name: str, device: int | None) -> Offer:
+    if device is None:
+        return offer(name, memory=(HOST,))
+    return msgspec.structs.replace(offer(name, memory=(CUDA,)), device=device)
 
 
 def _blocks(pool: Pool) -> tuple[int, int]:
