@@ -67,7 +67,7 @@ class RDMAConnector(KVConnectorBase_V1):
     ) -> None:
         # vLLM shows what its own loggers say.
         logging.getLogger("cloverinfer").parent = logging.getLogger("vllm")
-        check_version(vllm.__version__, KVConnectorBase_V1)
+        check_version(vllm.__version__, KVConnectorBase_V1, type(self))
         check_config(vllm_config)
         if "kv_cache_config" in inspect.signature(KVConnectorBase_V1.__init__).parameters:
             super().__init__(vllm_config, role, kv_cache_config)
