@@ -1,15 +1,28 @@
 """Which prompts PyTorch's kernels attend over on a GPU, as far as the host decides."""
 
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
 import torch
 
 from cloverinfer.attention._cuda_prompts import (
     PREPARE_SECONDS,
+    Library,
     Prompts,
     Saving,
     Shapes,
     find_prompts,
     plan_prompts,
 )
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 30
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds()
 
 
 def test_prompts_of_one_length_that_follow_each_other_are_one_call() -> None:
@@ -42,3 +55,25 @@ def test_a_shape_pays_once_it_would_have_saved_its_preparation() -> None:
     assert [shapes.pay(again) for _ in range(5)] == [False, False, False, True, True]
     assert [shapes.pay(other) for _ in range(3)] == [False, False, True]
     assert not any(shapes.pay(short) for _ in range(9))
+
+
+def test_a_shape_waits_for_the_library_which_no_step_waits_for() -> None:
+    may_load, waited = threading.Event(), list[bool]()
+    library = Library(lambda: waited.append(may_load.wait(30)))
+    shapes = Shapes(2 / 512**2, Saving(500, PREPARE_SECONDS), library)
+    some = Prompts(0, 1, 0, 512)
+    assert [shapes.pay(some) for _ in range(3)] == [False] * 3
+    may_load.set()
+    assert eventually(lambda: shapes.pay(some))
+    assert waited == [True]
+
+
+def test_a_library_that_cannot_be_loaded_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def load() -> None:
+        raise RuntimeError("no cuDNN here")
+
+    library = Library(load)
+    assert not library.loaded()
+    assert eventually(lambda: "ours are used: no cuDNN here" in caplog.text)
+    assert not library.loaded()
+    assert caplog.text.count("no cuDNN") == 1

@@ -235,7 +235,8 @@ class CudaAttention(AttentionBackend, RotatesOnAppend):
         self._open()
         self._planned = self._appended = None
         self._plans = lengths_r
-        if lengths_r is not None and not self.batch_invariant:
+        serves = any(sdpa_serves(of.spec, of.stored) for of in self._layers)
+        if lengths_r is not None and serves and not self.batch_invariant:
             self._planned = plan_prompts(
                 rows[0].tolist(), rows[1].tolist(), lengths_r, self._shapes
             )
