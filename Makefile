@@ -29,7 +29,7 @@ TIERS := $(foreach tier,unit contract kernels integration e2e,$(wildcard tests/$
 # CUDA kernels for the GPUs of this machine. Where there are none they are compiled for one kind, which
 # shows that they compile; a package's build holds several.
 CUDA_ARCHITECTURES ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo native || echo 90-real)
-NATIVE_OPTIONS = -C cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)
+NATIVE_OPTIONS = --config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)
 
 .PHONY: setup run test test-large test-nixl test-vllm rdma-vm test-rdma test-gpu test-models \
   test-deploy lint bench clean format check-resolve
@@ -79,11 +79,11 @@ rdma-vm: setup
 	  exit 0; }
 	@$(BIN)/python -c 'import cloverinfer._verbs' 2>/dev/null || { \
 	  echo "==> building the rdma transport"; \
-	  $(PIP) install --quiet --no-build-isolation --no-deps -e . -C cmake.define.CLOVER_VERBS=AUTO; }
+	  $(PIP) install --quiet --no-build-isolation --no-deps -e . --config-settings=cmake.define.CLOVER_VERBS=AUTO; }
 
 test-rdma: setup
 	@tests/rdma_vm/run_in_vm.sh --prepare
-	@$(PIP) install --quiet --no-build-isolation --no-deps -e . -C cmake.define.CLOVER_VERBS=ON
+	@$(PIP) install --quiet --no-build-isolation --no-deps -e . --config-settings=cmake.define.CLOVER_VERBS=ON
 	@$(BIN)/python tests/rdma_vm/run_all.py
 
 test-large: setup
