@@ -19,6 +19,8 @@ import pytest
 from cloverinfer.core.errors import TransportError
 from cloverinfer.transport import Endpoint, Events, Ranges, Region, Slices, Ticket
 
+RDMA_SPIN_US = int(os.environ.get("RDMA_SPIN_US", "0"))
+"""``network.rdma_spin_us`` of the contract suites' endpoints: they run with and without."""
 PATIENCE = 30.0
 """Seconds after which a test gives up; never what it expects."""
 Make = Callable[..., Endpoint]

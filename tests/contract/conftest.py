@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
-from tests.transport_kit import Make, Wire, segments, wire_params
+from tests.transport_kit import RDMA_SPIN_US, Make, Wire, segments, wire_params
 from tests.transport_partner import Partner, Start
 
 from cloverinfer.config.network import NetworkConfig
@@ -50,6 +51,7 @@ def make(wire: Wire) -> Iterator[Make]:
     before = segments()
 
     def create(name: str, network: NetworkConfig | None = None) -> Endpoint:
+        network = replace(network or NetworkConfig(), rdma_spin_us=RDMA_SPIN_US)
         made.append(create_endpoint(wire.name, name, network))
         return made[-1]
 
