@@ -66,6 +66,7 @@ def batch_of(lengths=LENGTHS):
         token_ids_t=torch.tensor([3, 7, 11]),
         positions_t=torch.tensor(lengths) - 1,
         query_starts=torch.arange(count + 1, dtype=torch.int32),
+        most=1,
         lengths_r=torch.tensor(lengths, dtype=torch.int32),
         block_tables_rb=None,
         slots_t=None,

@@ -1,9 +1,10 @@
 """Plans become tensors; tables follow their differences."""
 
 import numpy as np
+import pytest
 import torch
 
-from cloverinfer.nodes.rows import BlockTables, RowTable
+from cloverinfer.nodes.rows import FEW_ROWS, BlockTables, RowTable
 from cloverinfer.wire.messages import Join, Sampling, StepPlan
 
 GREEDY = Sampling(0.0, 0, 1.0, 0)
@@ -64,3 +65,60 @@ def test_many_requests_with_long_tables():
     gathered = tables.gather(requests, longest)
     for row, request in zip(gathered, requests, strict=True):
         assert row[: len(kept[request])].tolist() == kept[request]
+
+
+def test_decode_steps_follow_their_tables():
+    """Steps of a token a row, whose tensors are kept: rows come, grow, change places and leave."""
+    table = RowTable(4, local_attention=True)
+    joins = [Join(1, 0, [10], 3, [7], GREEDY), Join(2, 0, [20], 5, [2, 9], GREEDY)]
+    table.apply(plan([], [], [], [], joins))
+
+    def laid_out(step):
+        table.apply(step)
+        batch = table.batch(step)
+        assert batch.most == 1
+        assert batch.all_sample
+        assert batch.query_starts.tolist() == list(range(len(step.rows) + 1))
+        assert batch.lengths_r.tolist() == batch.sample_positions
+        assert batch.sampled == [table._rows[request] for request in step.rows]
+        return batch
+
+    batch = laid_out(plan([1, 2], [3, 5], [1, 1], [True, True]))
+    assert batch.token_ids_t.tolist() == [10, 20]
+    assert batch.positions_t.tolist() == [3, 5]
+    assert batch.lengths_r.tolist() == [4, 6]
+    assert batch.slots_t.tolist() == [31, 37]
+    assert (batch.slots_t.dtype, batch.lengths_r.dtype) == (torch.int64, torch.int32)
+    for row, token in zip(batch.rows, (11, 21), strict=True):
+        row.note(token, row.start + 1)
+    batch = laid_out(plan([1, 2], [4, 6], [1, 1], [True, True], blocks=[(1, [5])]))
+    assert batch.token_ids_t.tolist() == [11, 21]
+    assert batch.slots_t.tolist() == [20, 38]
+    assert batch.block_tables_rb.tolist() == [[7, 5], [2, 9]]
+    batch = laid_out(plan([2, 1], [6, 4], [1, 1], [True, True]))
+    assert batch.slots_t.tolist() == [38, 20]
+    # The same numbers and tables as before, but request 2 is another one now.
+    again = [Join(2, 1, [40], 0, [3], GREEDY)]
+    batch = laid_out(plan([2, 1], [0, 4], [1, 1], [True, True], again, leaves=[2]))
+    assert batch.token_ids_t.tolist() == [40, 11]
+    assert batch.slots_t.tolist() == [12, 20]
+
+
+@pytest.mark.parametrize("rows", [1, 2, FEW_ROWS, FEW_ROWS + 1])
+def test_few_and_many_rows_are_laid_out_alike(rows):
+    few, many = RowTable(4, local_attention=True), RowTable(4, local_attention=True)
+    many._decode = None
+    starts = [(7 * i) % 12 for i in range(rows)]
+    joins = [Join(i, 0, [i], starts[i], [i, i + 1, i + 2], GREEDY) for i in range(rows)]
+    step = plan(list(range(rows)), starts, [1] * rows, [True] * rows, joins)
+    for table in (few, many):
+        table.apply(step)
+    one, other = few.batch(step), many.batch(step)
+    for name in ("token_ids_t", "positions_t", "query_starts", "lengths_r", "slots_t"):
+        assert getattr(one, name).dtype == getattr(other, name).dtype
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    assert torch.equal(one.sample_tokens, other.sample_tokens)
+    assert one.sample_positions == other.sample_positions
+    assert (one.most, one.all_sample) == (other.most, other.all_sample) == (1, True)
+    width = other.block_tables_rb.shape[1]
+    assert torch.equal(one.block_tables_rb[:, :width], other.block_tables_rb)

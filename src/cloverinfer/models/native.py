@@ -253,5 +253,12 @@ class LlamaTable(NativeDense):
         self.table = stages.table()
 
     def begin(self, token_ids_t: torch.Tensor, positions_t: torch.Tensor) -> NativeStep:
-        cos, sin = self._rope
-        return self._stages.step(token_ids_t, cos[positions_t], sin[positions_t])
+        cos_t1d, sin_t1d = (_rows_of(table, positions_t) for table in self._rope)
+        return self._stages.step(token_ids_t, cos_t1d, sin_t1d)
+
+
+def _rows_of(table_p1d: torch.Tensor, positions_t: torch.Tensor) -> torch.Tensor:
+    """Of a single token a view: indexing would take longer than a layer's attention."""
+    if positions_t.shape[0] == 1:
+        return table_p1d.narrow(0, int(positions_t), 1)
+    return table_p1d.index_select(0, positions_t)

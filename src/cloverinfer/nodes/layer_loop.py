@@ -6,7 +6,7 @@ runs steps asks, and has the layers in Python for what is not served here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -56,6 +56,19 @@ def alike(specs: tuple[KVSpec, ...], num_heads: int, dtype: torch.dtype) -> HopS
     return shape if {dtype, *stored} == {torch.bfloat16} and set(shape.kinds) == {0} else None
 
 
+class OwnRows:
+    """Rows of a step of ``tokens`` tokens on their way through a layer, and views of them."""
+
+    def __init__(self, shape: HopShape, tokens: int) -> None:
+        self._there_tx = torch.empty((tokens, shape.there), dtype=shape.dtype)
+        self._back_te = torch.empty((tokens, shape.back), dtype=shape.dtype)
+        self._lse_th = torch.empty((tokens, shape.num_heads))
+        self.qkv = qkv_addresses(HopRows(shape, self._there_tx).qkv(0))
+        self.attended = HopRows(shape, self._back_te).output(0)
+        """``[t, h, e]``"""
+        self.lse = self._lse_th.data_ptr()
+
+
 @dataclass(frozen=True)
 class OwnLoop:
     """Layers of a node that attends over a pool of its own."""
@@ -64,6 +77,8 @@ class OwnLoop:
     attention: NativeAttention
     shape: HopShape
     gate: Gate | OpenGate
+    kept: dict[int, OwnRows] = field(default_factory=dict)
+    """Those of the last step, by its tokens: decode's steps are alike for long."""
 
     @classmethod
     def of(
@@ -78,31 +93,29 @@ class OwnLoop:
 
     def serves(self, batch: Batch) -> bool:
         """Decode rows, and chunks of few tokens."""
-        return int(batch.query_starts.diff().max()) <= self.attention.max_queries
+        return batch.most <= self.attention.max_queries
 
     def run(self, batch: Batch, stats: StepStats) -> tuple[torch.Tensor, Carry]:
-        """Attention's output of the last layer ``[t, h, e]``, and the carry beside it."""
+        """Attention's output of the last layer ``[t, h, e]``, which the next step overwrites, and
+        the carry beside it."""
         assert batch.block_tables_rb is not None
         assert batch.slots_t is not None
         tokens, layers = batch.token_ids_t.shape[0], self.dense.table.layers
-        rows = HopRows(self.shape, torch.empty((tokens, self.shape.there), dtype=self.shape.dtype))
-        attended_te = torch.empty((tokens, self.shape.back), dtype=self.shape.dtype)
-        lse_th = torch.empty((tokens, self.shape.num_heads))
-        qkv = qkv_addresses(rows.qkv(0))
+        rows = self._rows(tokens)
         hop = _native.OwnHop(
             table=self.attention.table,
             rows=attention_rows(
                 batch.query_starts, batch.block_tables_rb, batch.lengths_r, batch.slots_t
             ),
-            qkv=qkv,
-            o=attended_te.data_ptr(),
-            lse=lse_th.data_ptr(),
+            qkv=rows.qkv,
+            o=rows.attended.data_ptr(),
+            lse=rows.lse,
         )
         step = self.dense.begin(batch.token_ids_t, batch.positions_t)
         loop = _native.LayerLoop(
             dense=self.dense.table,
             step=step.address,
-            qkv=qkv,
+            qkv=rows.qkv,
             hop=hop,
             gate=self.gate.native,
         )
@@ -112,4 +125,10 @@ class OwnLoop:
         stats.attention += hop.seconds
         stats.attention_calls += layers
         stats.native_layers += layers
-        return HopRows(self.shape, attended_te).output(0), step.carry(layers)
+        return rows.attended, step.carry(layers)
+
+    def _rows(self, tokens: int) -> OwnRows:
+        if tokens not in self.kept:
+            self.kept.clear()
+            self.kept[tokens] = OwnRows(self.shape, tokens)
+        return self.kept[tokens]

@@ -22,6 +22,8 @@ from ..wire.messages import AttentionJoin, Join, Push, Sampling, StepPlan
 UNKNOWN = -1
 """Stands for a token that only the device knows yet."""
 _LEAST_SEATS = 16
+FEW_ROWS = 64
+"""Up to so many rows numbers are written one by one."""
 Change = tuple[int, int, Sequence[int]]
 """Of a table: seat, column, and the blocks from there on."""
 
@@ -46,6 +48,8 @@ class BlockTables:
         self._free = list(range(_LEAST_SEATS - 1, -1, -1))
         self._tracks = tracks
         self._changes: list[Change] = []
+        self.version = 0
+        """Raised whenever a table changes."""
 
     def __contains__(self, request: int) -> bool:
         return request in self._rows
@@ -62,6 +66,7 @@ class BlockTables:
         self.extend(request, blocks)
 
     def extend(self, request: int, blocks: Sequence[int]) -> None:
+        self.version += 1
         row = self._rows[request]
         size = int(self._sizes[row])
         end = size + len(blocks)
@@ -91,6 +96,11 @@ class BlockTables:
     def blocks(self, request: int) -> npt.NDArray[np.int32]:
         row = self._rows[request]
         return self._table[row, : self._sizes[row]]
+
+    def whole(self, requests: Sequence[int]) -> npt.NDArray[np.int32]:
+        """Tables of ``requests`` (a copy), as wide as the longest of them."""
+        rows = [self._rows[request] for request in requests]
+        return self._table[rows, : self._sizes[rows].max()]
 
     def gather(self, requests: Sequence[int], longest: int) -> npt.NDArray[np.int32]:
         """Tables of ``requests`` (a copy), as wide as ``longest`` tokens need."""
@@ -171,6 +181,8 @@ class Batch:
     positions_t: torch.Tensor
     query_starts: torch.Tensor
     """int32 ``[r + 1]``."""
+    most: int
+    """Tokens of the row that has the most."""
     lengths_r: torch.Tensor
     """int32; tokens in the cache once the step's are appended."""
     block_tables_rb: torch.Tensor | None
@@ -200,6 +212,74 @@ def slots_of(
     return blocks * block_size + positions_t % block_size
 
 
+class DecodeSteps:
+    """Steps in which each of a few rows has one token to decode and nothing special about it.
+
+    Their tensors are kept and written anew, number by number: a step has come and gone before the
+    next is made, and the processor has forgotten the code of every operation on arrays meanwhile.
+    """
+
+    def __init__(self, tables: BlockTables) -> None:
+        self._tables = tables
+        self._last: tuple[int, list[int]] = (-1, [])
+        """Version of the tables, and the requests."""
+
+    def batch(self, plan: StepPlan, rows: list[Row], tokens: list[int]) -> Batch:
+        """Overwrites the tensors of the one before."""
+        now = self._tables.version, plan.rows
+        if now != self._last:
+            self._make(plan.rows)
+            self._last = now
+        size, width = self._tables.block_size, self._tables_rb.shape[1]
+        for i, position in enumerate(plan.starts):
+            block, offset = divmod(position, size)
+            assert block < width, "a row is longer than its block table"
+            self._token_ids[i] = tokens[i]
+            self._positions[i] = position
+            self._lengths[i] = position + 1
+            self._slots[i] = self._blocks[i * width + block] * size + offset
+        return Batch(
+            rows=rows,
+            token_ids_t=self._token_ids_t,
+            positions_t=self._positions_t,
+            query_starts=self._query_starts,
+            most=1,
+            lengths_r=self._lengths_r,
+            block_tables_rb=self._tables_rb,
+            slots_t=self._slots_t,
+            sample_tokens=self._sample_tokens,
+            sampled=rows,
+            sample_positions=[position + 1 for position in plan.starts],
+            all_sample=True,
+            scored=[],
+            special=False,
+        )
+
+    def _make(self, requests: Sequence[int]) -> None:
+        count = len(requests)
+        self._token_ids_t, self._token_ids = _written(count, torch.int64)
+        self._positions_t, self._positions = _written(count, torch.int64)
+        self._slots_t, self._slots = _written(count, torch.int64)
+        self._lengths_r, self._lengths = _written(count, torch.int32)
+        self._query_starts = torch.arange(count + 1, dtype=torch.int32)
+        self._sample_tokens = torch.arange(count)
+        tables_rb = self._tables.whole(requests)
+        self._tables_rb = torch.from_numpy(tables_rb)
+        self._blocks = tables_rb.ravel().tolist()
+
+
+def _written(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, memoryview]:
+    """A tensor, and its numbers to be written."""
+    tensor = torch.zeros(count, dtype=dtype)
+    return tensor, memoryview(tensor.numpy())
+
+
+def _plain_decode(plan: StepPlan, rows: Sequence[Row]) -> bool:
+    """Whether a step is one of ``DecodeSteps``."""
+    few = 0 < len(rows) <= FEW_ROWS and len(rows) == sum(plan.counts) and min(plan.counts) == 1
+    return few and all(plan.samples) and not any(row.special for row in rows)
+
+
 class RowTable:
     """The requests of one dense, prefill or colocated node."""
 
@@ -214,6 +294,9 @@ class RowTable:
         self._rows: dict[int, Row] = {}
         self._tables = BlockTables(block_size, on_device) if local_attention else None
         self._on_device = on_device
+        self._decode = None
+        if self._tables is not None and not on_device:
+            self._decode = DecodeSteps(self._tables)
         self._block_size = block_size
         self._grammars = grammars
 
@@ -272,15 +355,9 @@ class RowTable:
 
     def batch(self, plan: StepPlan) -> Batch:
         rows = [self._rows[request] for request in plan.rows]
-        tokens: list[int] = []
-        for row, start, count in zip(rows, plan.starts, plan.counts, strict=True):
-            at = start - row.start
-            unknown = at + count - len(row.tokens)
-            known = at >= 0 and unknown <= row.ahead
-            assert known, f"request {row.request}: tokens of position {start} are not known"
-            tokens.extend(row.tokens[at : at + count])
-            if unknown > 0:
-                tokens.extend([UNKNOWN] * unknown)
+        tokens = self._tokens(plan, rows)
+        if self._decode is not None and _plain_decode(plan, rows):
+            return self._decode.batch(plan, rows, tokens)
         starts = np.asarray(plan.starts, np.int64)
         counts = np.asarray(plan.counts, np.int64)
         query_starts = np.zeros(len(rows) + 1, np.int32)
@@ -301,6 +378,7 @@ class RowTable:
             token_ids_t=torch.tensor(tokens, dtype=torch.int64),
             positions_t=torch.from_numpy(positions),
             query_starts=torch.from_numpy(query_starts),
+            most=int(counts.max(initial=0)),
             lengths_r=torch.from_numpy(lengths),
             block_tables_rb=tables,
             slots_t=slots,
@@ -312,6 +390,19 @@ class RowTable:
             special=special,
             seats_r=seats,
         )
+
+    def _tokens(self, plan: StepPlan, rows: Sequence[Row]) -> list[int]:
+        """Of the step; ``UNKNOWN`` for those that only the device knows."""
+        tokens: list[int] = []
+        for row, start, count in zip(rows, plan.starts, plan.counts, strict=True):
+            at = start - row.start
+            unknown = at + count - len(row.tokens)
+            known = at >= 0 and unknown <= row.ahead
+            assert known, f"request {row.request}: tokens of position {start} are not known"
+            tokens.extend(row.tokens[at : at + count])
+            if unknown > 0:
+                tokens.extend([UNKNOWN] * unknown)
+        return tokens
 
     def void(self, plan: StepPlan) -> None:
         """The step will not run. Rows of it may be in the next one already: they end, and what they

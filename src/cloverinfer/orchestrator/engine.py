@@ -14,7 +14,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config.cluster import ClusterConfig, ModelConfig
 from ..core.clock import Clock, monotonic
@@ -56,6 +56,16 @@ IDLE_SECONDS = 0.5
 """How long the loop may sleep; deadlines and wake-ups make it shorter."""
 CATCH_UP_SECONDS = 0.1
 """How long the loop waits for answers that came while it stood still itself."""
+HANDOVER_SECONDS = 200e-6
+"""How long nodes that are threads of this process may take to begin what they were just sent."""
+
+
+class Told(NamedTuple):
+    """A step's report, taken by the scheduler and not noted by the engine yet."""
+
+    done: StepDone
+    events: list[TokenEvent]
+    at: float
 
 
 class Engine:
@@ -85,6 +95,7 @@ class Engine:
         self._dead: set[str] = set()
         self._live: dict[int, Live] = {}
         self._touched: dict[int, Live] = {}
+        self._told: deque[Told] = deque()
         self._groups: dict[str, set[int]] = {}
         """Numbers of live requests by the name that their client knows."""
         self._numbers = itertools.count(1)
@@ -101,6 +112,7 @@ class Engine:
         config = self.config
         self.max_model_len = self.cluster.max_model_len
         info = self.cluster.infos[0]
+        self._nodes_are_threads = any(i.pid == self._pid for i in self.cluster.infos)
         self._intake = Intake(
             self.cluster.tokenizer,
             info.vocab_size,
@@ -305,16 +317,23 @@ class Engine:
         self._drain_commands(self.clock())
         self._expire()
         now = self.clock()
-        for name, message in self._scheduler.schedule(now):
+        plans = self._scheduler.schedule(now)
+        for name, message in plans:
             self._send(name, message, now)
         self._note_plans()
+        arrived = self._hand_over() if plans else []
         self._deliver(now)
         deadline = self._scheduler.next_deadline()
         timeout = IDLE_SECONDS if deadline is None else min(IDLE_SECONDS, deadline - now)
-        if self._commands:
+        if self._commands or arrived:
             timeout = 0.0
-        for message in self.cluster.poll(max(0.0, timeout)):
+        for message in itertools.chain(arrived, self.cluster.poll(max(0.0, timeout))):
             self._on_message(message, self.clock())
+
+    def _hand_over(self) -> list[Message]:
+        """Lets nodes of this process begin: one thread has the interpreter at a time, and would
+        not give it up before everybody has heard. Returns what arrived meanwhile."""
+        return self.cluster.poll(HANDOVER_SECONDS) if self._nodes_are_threads else []
 
     def _expire(self) -> None:
         """What has arrived is read before anything is found to be late: a process that was stopped
@@ -417,10 +436,9 @@ class Engine:
     def _on_message(self, message: Message, now: float) -> None:
         scheduler = self._scheduler
         if isinstance(message, StepDone):
-            events = scheduler.on_step_done(message, now)
-            self._record_step(message, now)
-            for event in events:
-                self._on_token(event, now)
+            self._told.append(Told(message, scheduler.on_step_done(message, now), now))
+            if any(self._live[event.request.number].decides for event in self._told[-1].events):
+                self._hear()
         elif isinstance(message, TransferDone):
             self._reports.transfer(message)
             for source, nbytes in message.by_source.items():
@@ -439,6 +457,15 @@ class Engine:
             scheduler.on_step_failed(message, now)
         else:
             log.warning("dropped a %s", type(message).__name__)
+
+    def _hear(self) -> None:
+        """Notes what steps said. Where nothing of it decides what is done next, that waits until
+        the nodes have their next steps."""
+        while self._told:
+            told = self._told.popleft()
+            self._record_step(told.done, told.at)
+            for event in told.events:
+                self._on_token(event, told.at)
 
     def _on_attention(self, done: AttentionDone, now: float) -> None:
         self._reports.attention(done)
@@ -504,6 +531,7 @@ class Engine:
 
     def _deliver(self, now: float) -> None:
         """Hands out what is new of each request, and the last of those that ended."""
+        self._hear()
         ended = self._scheduler.drain_finished()
         for request in ended:
             self.counters.end(request, now)

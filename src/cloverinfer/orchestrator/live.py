@@ -94,6 +94,12 @@ class Live:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     _told_prompt: bool = False
 
+    @property
+    def decides(self) -> bool:
+        """Whether what it says next may decide what is to be done: its text may end it, or others
+        wait for its first token."""
+        return self.stream.may_stop or bool(self.followers)
+
     def hear(self, event: TokenEvent) -> None:
         """Takes the next token."""
         self.token_ids.append(event.token)

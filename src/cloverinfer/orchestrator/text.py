@@ -35,6 +35,11 @@ class TextStream:
         """The stop string that was found; nothing more will be shown."""
 
     @property
+    def may_stop(self) -> bool:
+        """Whether there is a stop string to look for."""
+        return bool(self._stops)
+
+    @property
     def stopped(self) -> bool:
         return self.stopped_by is not None
 
