@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
+import msgspec
 import pytest
 from tests.transport_kit import RDMA_SPIN_US, Make, Wire, segments, wire_params
 from tests.transport_partner import Partner, Start
@@ -51,7 +51,7 @@ def make(wire: Wire) -> Iterator[Make]:
     before = segments()
 
     def create(name: str, network: NetworkConfig | None = None) -> Endpoint:
-        network = replace(network or NetworkConfig(), rdma_spin_us=RDMA_SPIN_US)
+        network = msgspec.structs.replace(network or NetworkConfig(), rdma_spin_us=RDMA_SPIN_US)
         made.append(create_endpoint(wire.name, name, network))
         return made[-1]
 
