@@ -43,7 +43,14 @@ def main() -> None:
         "--lowering", action="append", choices=("eager", "inductor"), help="may be repeated"
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--layers", type=int, default=32, help="of the model on a GPU")
+    parser.add_argument("--layers", type=int, default=32, help="of the model on a GPU, 3 or more")
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run the layers but the outer two N times",
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -204,7 +211,7 @@ def loaded(config: ModelConfig, device: torch.device) -> tuple[DenseHalf, float]
 @torch.inference_mode()
 def step_seconds(half: DenseHalf, tokens: int, args: Any) -> float:
     """All stages of one step and its logits; what attention would answer is at hand."""
-    device, heads = torch.device(args.device), half.arch.num_heads
+    device, heads, last = torch.device(args.device), half.arch.num_heads, half.num_layers
     ids, positions = (torch.arange(tokens, device=device) + start for start in (0, 100))
     outs = [
         torch.randn(tokens, heads, spec.v_dim, device=device).to(half.dtype) for spec in half.specs
@@ -212,9 +219,9 @@ def step_seconds(half: DenseHalf, tokens: int, args: Any) -> float:
 
     def run() -> torch.Tensor:
         carry, attn_out = None, None
-        for i in range(half.num_layers + 1):
+        for i in (0, *list(range(1, last - 1)) * args.repeat, last - 1, last):
             *_, carry = half.stage(i, attn_out, carry, ids if i == 0 else None, positions)
-            attn_out = outs[i] if i < half.num_layers else None
+            attn_out = outs[i] if i < last else None
         assert carry is not None
         return half.raw_logits(carry)
 

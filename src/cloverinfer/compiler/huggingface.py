@@ -205,7 +205,7 @@ def _run_experts(
     inner = _expert_product(module, first, rows_sc, experts_s)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     out_sc = _expert_product(module, "down_proj", inner, experts_s)
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):  # older versions know of none
         out_sc = module.post_expert_norm(out_sc)
     weighted = out_sc * weights_tk.reshape(-1, 1)
     summed: torch.Tensor = weighted.unflatten(0, (-1, each)).sum(dim=1)

@@ -107,6 +107,7 @@ def fuse(module: fx.GraphModule, weights: int, lowering: str) -> Fused:
     pass_.run()
     if lowering == "eager":
         _fuse_norms(module.graph)
+        _fuse_rotations(module.graph)
         call_directly(module.graph)
     module.graph.eliminate_dead_code()
     places = pass_.places()
@@ -295,3 +296,41 @@ def _emit_norm(graph: fx.Graph, instead: fx.Node, args: tuple[Any, ...]) -> None
         made = graph.call_function(aten.rms_norm.default, args)
     made.meta["val"] = instead.meta["val"]
     instead.replace_all_uses_with(made)
+
+
+# -- rotations
+
+
+def _fuse_rotations(graph: fx.Graph) -> None:
+    """``x * cos + cat(-second half, first half) * sin`` without the turned copy."""
+    for total in [node for node in graph.nodes if node.target is aten.add.Tensor]:
+        for one, other in (total.args[:2], total.args[1::-1]):
+            x, cos = _operands(one, aten.mul.Tensor)
+            turned, sin = _operands(other, aten.mul.Tensor)
+            if x is not None and _is_turned(turned, x) and not total.kwargs:
+                with graph.inserting_before(total):
+                    made = graph.call_function(rotate, (x, cos, sin))
+                made.meta["val"] = total.meta["val"]
+                total.replace_all_uses_with(made)
+                break
+
+
+def _is_turned(turned: Any, x: Any) -> bool:
+    parts, *dim = _operands(turned, aten.cat.default)
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or dim != [-1]:
+        return False
+    second = parts[0].args[0] if parts[0].target is aten.neg.default else None
+    last, size = x.meta["val"].ndim - 1, x.meta["val"].shape[-1]
+    slices = [_operands(part, aten.slice.Tensor) for part in (second, parts[1])]
+    if any(len(one) != 4 or one[0] is not x or one[1] not in (last, -1) for one in slices):
+        return False
+    half = size // 2
+    return size % 2 == 0 and slices[0][2:][0] == half and slices[1][2:] == (0, half)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions of ``x`` ``[..., d]`` whose halves are turned against each other."""
+    half, out = x.shape[-1] // 2, x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out

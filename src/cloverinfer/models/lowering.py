@@ -107,4 +107,6 @@ def _quiet() -> Iterator[None]:
     """Keeps back what PyTorch's compiler warns of its own insides."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`torch.jit.script")
+        # float32 stays float32.
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         yield
