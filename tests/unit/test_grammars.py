@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,26 @@ def test_a_token_that_the_grammar_forbids_is_an_error(model):
     assert state.error
     with pytest.raises(RequestError, match="regex cannot be compiled"):
         GrammarState(grammars.compile(Grammar("regex", "(")))
+
+
+def test_one_that_takes_long_again_and_again_cannot_go_on(model, monkeypatch):
+    state = grammars_of(model).state(Grammar("regex", "a*"))
+    monkeypatch.setattr("cloverinfer.models.grammar.SLOW_SECONDS", 0.5)
+    monkeypatch.setattr("cloverinfer.models.grammar.time.thread_time", itertools.count().__next__)
+    for slow in (7, 0, 7):  # a fast one in between forgives
+        for _ in range(slow):
+            state.allowed(VOCAB)
+        assert state.error == ""
+        monkeypatch.setattr("cloverinfer.models.grammar.SLOW_SECONDS", 2.0)
+        state.allowed(VOCAB)
+        monkeypatch.setattr("cloverinfer.models.grammar.SLOW_SECONDS", 0.5)
+    for _ in range(8):
+        assert state.error == ""
+        state.allowed(VOCAB)
+    assert "took over 500 ms 8 times in a row" in state.error
+    assert state.error.startswith("structured_outputs: cannot go on after 0 tokens")
+    state.reset()
+    assert state.error == ""
 
 
 def test_only_so_many_compiled_grammars_are_kept(model, monkeypatch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 256
 """Compiled grammars kept in a process and model, those used last."""
+SLOW_SECONDS, MOST_SLOW = 0.05, 8
+"""Computing time, and how often in a row finding what one request may say next may take it. All
+rows of its step wait for that, and an ambiguous grammar only gets slower. The compiler's own limits
+do not tell such a grammar from a wide one (a choice of a thousand texts), which is fast."""
 _JSON_SPACE = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
 """Room for indentation, but no endless blanks."""
 _MAX_ERROR = 300
@@ -45,6 +50,7 @@ class GrammarState:
         self._matcher = self._compiled.deep_copy()
         self.known = 0
         """Generated tokens that it has read."""
+        self._slow = 0
 
     def read(self, tokens: Sequence[int]) -> None:
         """The next generated tokens, each exactly once."""
@@ -53,16 +59,24 @@ class GrammarState:
 
     def allowed(self, size: int) -> npt.NDArray[np.bool_]:
         """bool ``[size]``: tokens that may come next; an end of sequence where it may end."""
+        begun = time.thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._slow = self._slow + 1 if time.thread_time() - begun > SLOW_SECONDS else 0
         mask = np.unpackbits(bits, bitorder="little", count=min(size, 8 * len(bits)))
         return np.pad(mask, (0, size - len(mask))).astype(np.bool_)
 
     @property
     def error(self) -> str:
         """Why it cannot go on (the compiler's limits were passed, say); empty while it can."""
-        if not self._matcher.is_error():
+        if self._matcher.is_error():
+            reason = _short(self._matcher.get_error())
+        elif self._slow >= MOST_SLOW:
+            reason = (
+                f"finding what may come next took over {1000 * SLOW_SECONDS:g} ms {MOST_SLOW} "
+                "times in a row, for which other requests wait: make the grammar less ambiguous"
+            )
+        else:
             return ""
-        reason = _short(self._matcher.get_error())
         return f"{PARAM}: cannot go on after {self.known} tokens: {reason}"
 
 
