@@ -17,6 +17,7 @@ def main():
         max_model_len=longest + 8,
         enable_prefix_caching=False,
         max_num_seqs=max(4, len(prompts)),
+        kv_cache_memory_bytes=1 << 30,  # else a share of all memory, which must be free
     )
 
     def seconds(count):
