@@ -85,6 +85,7 @@ class RemoteEngine:
 
     def kill(self) -> None:
         self._process.kill()
+        self._process.wait(ANSWER_SECONDS)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

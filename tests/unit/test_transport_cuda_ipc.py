@@ -335,8 +335,10 @@ def test_ticket_of_a_device_that_hangs_ends_in_time(make_fake: Make, fake: FakeD
     with fake.held():
         ticket = way.a.put(way.whole, rows((0, 0)), 5, timeout=0.1)
         finish(way.a, ticket)
-    assert isinstance(ticket.error, DeadlineError)
+        assert isinstance(ticket.error, DeadlineError)
+        assert ticket.late
     assert not way.a.poll(0.1).tickets  # told once
+    assert not ticket.late  # it has copied after all
 
 
 def test_ticket_of_a_device_that_fails_says_why(make_fake: Make, fake: FakeDriver) -> None:

@@ -31,13 +31,14 @@ class Offer:
     """A device region of this process, to be found by its segment's name until ``close``."""
 
     def __init__(self, driver: Driver, segment: str, memory: DeviceMemory) -> None:
-        base, nbytes = driver.allocation(memory.pointer)
-        offset = memory.pointer - base
-        if offset + memory.nbytes > nbytes:
-            raise ValueError(
-                f"{memory.nbytes} bytes reach outside their allocation of {nbytes} bytes"
-            )
         try:
+            base, nbytes = driver.allocation(memory.pointer)
+            offset = memory.pointer - base
+            if offset + memory.nbytes > nbytes:
+                raise ValueError(
+                    f"{memory.nbytes} bytes reach outside their allocation of {nbytes} bytes: "
+                    "what is shared is of one (PyTorch: without expandable segments)"
+                )
             handle = driver.export(base)
         except TransportError as error:
             raise TransportError(

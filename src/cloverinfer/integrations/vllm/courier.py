@@ -228,7 +228,7 @@ class Courier:
         for each in transports:
             try:
                 self.wires[each] = self._open(each, network, buffers)
-            except TransportError as problem:
+            except (TransportError, ValueError) as problem:
                 reasons.append(f"{each}: {problem}")
                 log.warning("the KV cache is not moved by %s: %s", each, problem)
         if reasons and (
