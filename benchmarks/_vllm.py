@@ -13,9 +13,31 @@ from typing import Any
 import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.vllm_servers import PYTHON, HandOver, Server, body_of, running
+from tests.vllm_kit import free_port
+from tests.vllm_servers import (
+    PYTHON,
+    HandOver,
+    Server,
+    body_of,
+    model_folder,
+    running,
+    tokens_of,
+)
 
-__all__ = ["PYTHON", "Clover", "Nixl", "Times", "body_of", "first_token", "running"]
+__all__ = [
+    "PYTHON",
+    "Clover",
+    "HandOver",
+    "Nixl",
+    "Server",
+    "Times",
+    "body_of",
+    "first_token",
+    "free_port",
+    "model_folder",
+    "running",
+    "tokens_of",
+]
 
 MEETINGS = 5
 """Tries until a pair has met."""

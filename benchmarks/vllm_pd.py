@@ -16,11 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.vllm_kit import free_port
-from tests.vllm_servers import model_folder
-
 from _common import Row, describe_run, finish, parser
-from _vllm import PYTHON, Clover, Nixl, body_of, first_token, running
+from _vllm import PYTHON, Clover, Nixl, body_of, first_token, free_port, model_folder, running
 from cloverinfer.config.cluster import ModelConfig
 from cloverinfer.config.network import NetworkConfig
 from cloverinfer.models import resolve_model

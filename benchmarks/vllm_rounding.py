@@ -17,11 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.vllm_kit import free_port
-from tests.vllm_servers import HandOver, Server, model_folder, tokens_of
-
 from _common import Row, describe_run, finish, parser
-from _vllm import PYTHON, Clover, body_of, running
+from _vllm import (
+    PYTHON,
+    Clover,
+    HandOver,
+    Server,
+    body_of,
+    free_port,
+    model_folder,
+    running,
+    tokens_of,
+)
 from cloverinfer.config.cluster import ModelConfig
 from cloverinfer.models import resolve_model
 
