@@ -219,7 +219,7 @@ def step_seconds(half: DenseHalf, tokens: int, args: Any) -> float:
 
     def run() -> torch.Tensor:
         carry, attn_out = None, None
-        for i in (0, *list(range(1, last - 1)) * args.repeat, last - 1, last):
+        for i in (0, 1, *list(range(2, last - 1)) * args.repeat, last - 1, last):
             *_, carry = half.stage(i, attn_out, carry, ids if i == 0 else None, positions)
             attn_out = outs[i] if i < last else None
         assert carry is not None

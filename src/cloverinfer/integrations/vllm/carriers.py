@@ -45,7 +45,9 @@ def carriers(transport: str, kind: str) -> list[str]:
 
 def _reaches(transport: str, kind: str) -> bool:
     """Whether peers in other processes can write into the engine's own memory."""
+    if transport == "ray":
+        return False
     able = capabilities_of(transport)
-    if transport == "ray" or not able.cross_process or kind not in able.memory:
+    if not able.cross_process or kind not in able.memory:
         return False
     return kind == CUDA or able.puts_into_any_memory
