@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 STOP_SECONDS = 30
 """How long a service may take to end by itself."""
+FIND_SECONDS = 10
+"""How long starting waits for a service to be found."""
 ENV_FILE = "run/env"
 """What every service's environment is read from; it may hold secrets."""
 
@@ -63,6 +65,11 @@ else
   {_KEEP} CLOVER_SERVICE="$PWD/{name}" setsid nohup \\
     sh -c 'set -a; . ./{ENV_FILE}; exec "$@"' sh {shlex.join(command)} \\
     > log/{name}.log 2>&1 < /dev/null &
+  turn=0 # it has its mark, by which it is found, once it is a program of its own
+  while [ -z "$(pids {name})" ] && kill -0 $! 2>/dev/null && [ $turn -lt {FIND_SECONDS * 20} ]; do
+    turn=$((turn + 1))
+    sleep 0.05
+  done
   echo "{name} started"
 fi
 """
