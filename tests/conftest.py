@@ -39,6 +39,17 @@ settings.register_profile("fixed", derandomize=True)
 settings.load_profile("fixed")
 
 
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """Small tensors gain nothing from torch's threads, and wait for them on a busy machine."""
+    import torch  # not every test has it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def _repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in [name for name in os.environ if name.startswith(SETTINGS)]:

@@ -39,12 +39,8 @@ NAN_BYTES = 0xFF
 
 
 @pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """Small tensors gain nothing from torch's threads, and wait for them on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _clean(one_torch_thread: None) -> Iterator[None]:
     yield
-    torch.set_num_threads(before)
     _ON_DEVICE.clear()
 
 

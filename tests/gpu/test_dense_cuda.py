@@ -5,7 +5,6 @@ Every type; widths that fill packs, that do not, and that no thread block holds 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,10 @@ from cloverinfer.models.cuda_kernels import DenseKernels
 from cloverinfer.models.rope import rope_table
 from cloverinfer.transport.base import DeviceMemory
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = [
+    pytest.mark.skipif(bool(missing()), reason=missing()),
+    pytest.mark.usefixtures("one_torch_thread"),
+]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CLOSE = {
@@ -210,15 +212,6 @@ def arch_of(family: str, **sizes: Any) -> ModelArch:
         "max_position": 512,
     }
     return ModelArch(family=family, attention_bias=family == "qwen2", **(shape | sizes))
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """Small products on the CPU gain nothing from torch's threads, and wait for each other's."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def run_stages(half: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

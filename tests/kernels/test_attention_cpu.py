@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,18 +13,11 @@ from cloverinfer.attention.cpu import CpuAttention
 from cloverinfer.attention.rows import attend_fast, attend_plain, merge
 from cloverinfer.kvcache.layout import KVSpec, PoolLayout, blocks_for
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 BLOCK = 16
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Between instruction sets and thread counts: the last bit of the type, at unit size."""
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """Small tensors gain nothing from torch's threads, and wait for them on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_spec(dtype: torch.dtype, dim: int = 64, **fields: object) -> KVSpec:

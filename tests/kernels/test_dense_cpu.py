@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -16,17 +16,11 @@ from cloverinfer.models.native import LayerWeights, ModelWeights, NativeStages
 from cloverinfer.models.packed import GROUP, Codes, Format, Packing, QuantizedLinear, pack
 from cloverinfer.models.rope import rope_table
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 ISAS = _native.dense_isas()
 BF16_STEP = 2.0**-8
 """Largest rounding error of bfloat16, relative."""
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_arch(**fields: object) -> ModelArch:
