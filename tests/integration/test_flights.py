@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.device_kit import HostDevice, PaddedAttention
+from tests.device_kit import HostDevice, HostEvent, PaddedAttention
 from tests.same_tokens import check_idle
 from tests.tiny_models import make_tiny
 
@@ -14,11 +15,36 @@ from cloverinfer import LLM, ModelConfig, SamplingParams
 from cloverinfer.kvcache.layout import blocks_for
 from cloverinfer.nodes import build
 from cloverinfer.nodes.config import COLOCATED
+from cloverinfer.nodes.device import Event
 from cloverinfer.nodes.device_forward import DeviceForward
 from cloverinfer.nodes.device_seats import DeviceShape
 from cloverinfer.nodes.flights import Flights
 from cloverinfer.nodes.local import ColocatedNode
 from cloverinfer.nodes.rows import RowTable
+
+
+FOLLOW_SECONDS = 2.0
+"""The longest that a step waits to be followed, until one has been."""
+
+
+class FollowedEvent(HostEvent):
+    """Does not happen before a step was launched behind another, however slow the scheduler is."""
+
+    def __init__(self, polls: int) -> None:
+        super().__init__(polls)
+        self._until = time.monotonic() + FOLLOW_SECONDS
+
+    def ready(self) -> bool:
+        due = HostFlyer.most_flights == 2 or time.monotonic() > self._until
+        return due and super().ready()
+
+    def wait(self, timeout: float = 0.0) -> None:
+        """At once: nothing follows while the node waits."""
+
+
+class FollowedDevice(HostDevice):
+    def event(self) -> Event:
+        return FollowedEvent(self.late)
 
 
 class HostFlyer(ColocatedNode):
@@ -34,7 +60,7 @@ class HostFlyer(ColocatedNode):
         size = self.config.cache.block_size
         self.rows = RowTable(size, local_attention=True, on_device=True)
         shape = DeviceShape(self.config.max_rows, blocks_for(self.model.max_model_len + 1, size))
-        forward = DeviceForward(self.half, self.backend, HostDevice(late=3), shape)
+        forward = DeviceForward(self.half, self.backend, FollowedDevice(late=3), shape)
         forward.capture(lambda line: None)
         self.flights = Flights(forward, self.rows, self._report_done, self.report_failure)
 
