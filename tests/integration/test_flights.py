@@ -22,7 +22,6 @@ from cloverinfer.nodes.flights import Flights
 from cloverinfer.nodes.local import ColocatedNode
 from cloverinfer.nodes.rows import RowTable
 
-
 FOLLOW_SECONDS = 2.0
 """The longest that a step waits to be followed, until one has been."""
 
