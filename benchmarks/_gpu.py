@@ -45,7 +45,7 @@ LLAMA_8B: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a model in bfloat16."""
+    """Of a model in bfloat16, or with its layers' matrices in float8."""
 
     weights: int
     """Bytes that every decode step reads."""
@@ -58,14 +58,16 @@ class Cost:
     """Floating-point operations of a layer's attention, for each pair of tokens."""
 
 
-def cost_of(shape: dict[str, Any]) -> Cost:
+def cost_of(shape: dict[str, Any], quantization: str | None = None) -> Cost:
     hidden, ffn, size = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     heads, kv, layers = (
         shape[f"num_{name}"] for name in ("attention_heads", "key_value_heads", "hidden_layers")
     )
     layer = hidden * size * (2 * heads + 2 * kv) + 3 * hidden * ffn
-    weights = layers * layer + hidden * shape["vocab_size"]
-    return Cost(2 * weights, 2 * weights, 4 * kv * size * layers, layers, 4 * heads * size)
+    head = hidden * shape["vocab_size"]
+    nbytes = (1 if quantization == "fp8" else 2) * layers * layer + 2 * head
+    flops = 2 * (layers * layer + head)
+    return Cost(nbytes, flops, 4 * kv * size * layers, layers, 4 * heads * size)
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,13 @@ def best_time(work: Callable[[], object], repeats: int) -> float:
 
 
 @contextlib.contextmanager
-def engine(shape: dict[str, Any], **fields: Any) -> Iterator[LLM]:
+def engine(shape: dict[str, Any], quantization: str | None, **fields: Any) -> Iterator[LLM]:
     """A colocated node with random weights."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape))
-        model = ModelConfig(model_path=folder, load_format="dummy", dtype="bfloat16")
+        model = ModelConfig(
+            model_path=folder, load_format="dummy", dtype="bfloat16", quantization=quantization
+        )
         began = time.perf_counter()
         with LLM(model, topology="colocated", **fields) as llm:
             print(f"engine started in {time.perf_counter() - began:.1f} s", flush=True)
@@ -150,6 +154,7 @@ def flags(description: str | None, rows: str, repeat: int) -> argparse.ArgumentP
     made.add_argument("--out", type=Path, help="also write the table to this file")
     made.add_argument("--profile", action="store_true", help="print each row's time by kernel")
     made.add_argument("--executor", default="local", help="local or process")
+    made.add_argument("--quantization", choices=["fp8"], help="of the layers' matrices")
     made.add_argument("--budget", type=int, default=16384, help="max_num_batched_tokens")
     return made
 

@@ -3,7 +3,8 @@
 Random weights of Llama-3.1-8B's shapes in bfloat16. Each row's prompts are read first, so that
 their cached blocks let all begin to decode together; the time is that of the request that began
 last, from its first token to its last. The floor: weights and keys and values read at the speed
-measured in this run, or the products' arithmetic where that takes longer than the weights.
+measured in this run, or the products' arithmetic where that takes longer than the weights (with
+``--quantization fp8`` at bfloat16's rate, which is half of float8's).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from _common import Row
 from _gpu import (
     LLAMA_8B,
+    Cost,
     Speeds,
     cost_of,
     engine,
@@ -42,9 +44,8 @@ HEAD = [
 ]
 
 
-def floor_of(batch: int, prompt: int, tokens: int, speeds: Speeds) -> float:
+def floor_of(cost: Cost, batch: int, prompt: int, tokens: int, speeds: Speeds) -> float:
     """Seconds of a step halfway through the output."""
-    cost = cost_of(LLAMA_8B)
     dense = max(cost.weights / speeds.read, cost.flops * batch / speeds.products)
     return dense + batch * (prompt + tokens / 2) * cost.kv_bytes / speeds.read
 
@@ -69,7 +70,8 @@ def main() -> None:
     speeds = measure_speeds()
     print(f"read {speeds.read / 1e12:.2f} TB/s, products {speeds.products / 1e12:.0f} TFLOP/s")
     lines, rows = [*HEAD], []
-    with engine(LLAMA_8B, **limits_of(given, given.tokens + 64)) as llm:
+    cost = cost_of(LLAMA_8B, given.quantization)
+    with engine(LLAMA_8B, given.quantization, **limits_of(given, given.tokens + 64)) as llm:
         llm.generate(random_prompts(2, 300, 1000, 0), greedy(8))
         for i, (batch, prompt) in enumerate(given.rows):
             runs = [
@@ -77,10 +79,10 @@ def main() -> None:
                 for k in range(given.repeat)
             ]
             took, reading = min(runs)[0], max(run[1] for run in runs)
-            floor = floor_of(batch, prompt, given.tokens, speeds)
+            floor = floor_of(cost, batch, prompt, given.tokens, speeds)
             params = {"batch": batch, "prompt": prompt}
             rows.append(Row("decode", took * 1e3, "ms a token", params, floor * 1e3))
-            goal = GOALS.get((batch, prompt), "")
+            goal = "" if given.quantization else GOALS.get((batch, prompt), "")
             lines.append(
                 f"| {batch} x {prompt} | {took * 1e3:.2f} | {floor * 1e3:.2f} | "
                 f"{took / floor:.2f} | {goal} | {batch / took:.0f} | {reading:.0f} |"

@@ -1,7 +1,7 @@
 """Prompt tokens read a second on a GPU, through ``LLM.generate`` with the live scheduler.
 
 Random weights of Llama-3.1-8B's shapes in bfloat16; every prompt says one token. The floor: the
-arithmetic of products and of causal attention at the rate that products reach in this run.
+arithmetic of products and of causal attention at the rate that bfloat16 products reach in this run.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ def main() -> None:
     speeds = measure_speeds()
     print(f"products {speeds.products / 1e12:.0f} TFLOP/s", flush=True)
     lines, rows = [*HEAD], []
-    with engine(LLAMA_8B, **limits_of(given, 64)) as llm:
+    with engine(LLAMA_8B, given.quantization, **limits_of(given, 64)) as llm:
         for i, (batch, prompt) in enumerate(given.rows):
             rates = [measure(llm, batch, prompt, 10 * i + k) for k in range(given.repeat)]
             most, params = floor_of(prompt, speeds), {"batch": batch, "prompt": prompt}
             rows.append(Row("prompts", max(rates), "tokens/s", params, most))
+            goal = "" if given.quantization else GOALS.get(prompt, "")
             lines.append(
                 f"| {batch} x {prompt} | {max(rates):.0f} | {most:.0f} | "
-                f"{max(rates) / most:.2f} | {GOALS.get(prompt, '')} |"
+                f"{max(rates) / most:.2f} | {goal} |"
             )
             print(lines[-1], "of", *(f"{rate:.0f}" for rate in rates), flush=True)
             if given.profile:
