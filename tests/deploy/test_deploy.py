@@ -168,17 +168,19 @@ def where_nodes_are(cluster: Cluster) -> list[str]:
 def test_a_taken_port_is_told_and_nothing_is_left(installed: Cluster) -> None:
     gate = installed.machines[0]
     code = (
-        f"import socket, time; s = socket.create_server(({gate.address!r}, 8000)); time.sleep(99)"
+        f"import socket, time; s = socket.create_server(({gate.address!r}, 8000)); "
+        "print('held', flush=True); time.sleep(99)"
     )
-    holder = subprocess.Popen(gate.host.command(sys.executable, "-c", code))
-    try:
-        time.sleep(1.0)
-        said = fails(installed, "run", "1", "1", "1")
-        assert f"port 8000 at {gate.address} cannot be used" in line_of(said, "gate")
-        assert processes(installed) == []
-    finally:
-        holder.kill()
-        holder.wait()
+    command = gate.host.command(sys.executable, "-c", code)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            said = fails(installed, "run", "1", "1", "1")
+            assert f"port 8000 at {gate.address} cannot be used" in line_of(said, "gate")
+            assert processes(installed) == []
+        finally:
+            holder.kill()
 
 
 def test_a_model_that_is_not_there_ends_what_was_started(installed: Cluster, model: str) -> None:
