@@ -67,5 +67,9 @@ def _run(python: str, script: str, job: dict[str, object], threads: int) -> dict
     )
     if result.returncode != 0:
         raise SystemExit(f"{script} failed:\n{result.stderr[-2000:]}")
-    figures: dict[str, float] = json.loads(result.stdout.strip().splitlines()[-1])
+    # Engines log to the same stream, some of them while they end.
+    printed = [line for line in result.stdout.splitlines() if line.startswith("{")]
+    if not printed:
+        raise SystemExit(f"{script} printed no figures:\n{result.stdout[-2000:]}")
+    figures: dict[str, float] = json.loads(printed[-1])
     return figures
