@@ -2,14 +2,19 @@
 // crosses as objects with a buffer, which stay pinned (and mapped) as long as they are used here.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "bindings/buffers.h"
+#include "bindings/links.h"
 #include "bindings/mailboxes.h"
 #include "shm/copy.h"
+#include "shm/foreign.h"
 #include "shm/rally.h"
 
 namespace py = pybind11;
@@ -18,8 +23,6 @@ namespace clover {
 namespace {
 
 using shm::Status;
-using Offsets = py::array_t<int64_t, py::array::c_style>;
-using Index = py::array_t<int32_t, py::array::c_style>;
 
 // Threads that large copies are shared out over; one set per number of them in a process.
 class CopyThreads {
@@ -37,7 +40,7 @@ class CopyThreads {
 void copy_ranges(const py::object& dst, const Offsets& dst_offsets, const py::object& src,
                  const Offsets& src_offsets, int64_t length, const Index& index,
                  const CopyThreads* threads) {
-  if (index.ndim() != 2 || index.shape(1) != 2) raise("ValueError", "index must be [n, 2]");
+  check_index(index);
   const Pinned to(dst, true);
   const Pinned from(src, false);
   const shm::Pieces<std::byte> dst_pieces{to.data(), to.size(), dst_offsets.data(),
@@ -73,7 +76,7 @@ bool close_page(const py::object& page, double timeout) {
 void write_ranges(const py::object& page, int64_t pid, const Offsets& dst_offsets,
                   const py::object& src, const Offsets& src_offsets, int64_t length,
                   const Index& index) {
-  if (index.ndim() != 2 || index.shape(1) != 2) raise("ValueError", "index must be [n, 2]");
+  check_index(index);
   const Pinned there(page, true);
   const Pinned from(src, false);
   const shm::Pieces<std::byte> dst_pieces{nullptr, 0, dst_offsets.data(), dst_offsets.size()};
@@ -87,6 +90,53 @@ void write_ranges(const py::object& page, int64_t pid, const Offsets& dst_offset
         shm::write_ranges(named, pid, dst_pieces, src_pieces, length, index.data(), index.shape(0));
   }
   check(status);
+}
+
+// What a put of several holds while the GIL is released.
+struct HeldPut {
+  HeldPut(const py::object& page, Offsets to_offsets, const py::object& from, Offsets from_offsets,
+          int64_t length, Index index, uint64_t notice)
+      : page(page, true),
+        from(from, false),
+        to_offsets(std::move(to_offsets)),
+        from_offsets(std::move(from_offsets)),
+        index(std::move(index)),
+        length(length),
+        notice(notice) {
+    check_index(this->index);
+  }
+
+  shm::ForeignPut put() const {
+    return {page_in(page),
+            {nullptr, 0, to_offsets.data(), to_offsets.size()},
+            {from.data(), from.size(), from_offsets.data(), from_offsets.size()},
+            length,
+            index.data(),
+            index.shape(0),
+            notice};
+  }
+
+  Pinned page;
+  Pinned from;
+  Offsets to_offsets;
+  Offsets from_offsets;
+  Index index;
+  int64_t length;
+  uint64_t notice;
+};
+
+size_t write_and_tell(MailboxWriter& writer, int64_t pid, const py::sequence& puts,
+                      double timeout) {
+  using Part = std::tuple<py::object, Offsets, py::object, Offsets, int64_t, Index, uint64_t>;
+  std::vector<std::unique_ptr<HeldPut>> held;
+  std::vector<shm::ForeignPut> plain;
+  for (const py::handle each : puts) {
+    auto [page, to, from, of, length, index, notice] = each.cast<Part>();
+    held.push_back(std::make_unique<HeldPut>(page, to, from, of, length, index, notice));
+    plain.push_back(held.back()->put());
+  }
+  const py::gil_scoped_release unlocked;
+  return shm::write_and_tell(writer.sender(), pid, plain, to_ns(timeout));
 }
 
 void may_write(const py::object& page, int64_t pid) {
@@ -145,6 +195,8 @@ void bind_shm(py::module_& m) {
   m.def("write_ranges", &write_ranges, py::arg("page"), py::arg("pid"),
         py::arg("dst_offsets").noconvert(), py::arg("src"), py::arg("src_offsets").noconvert(),
         py::arg("length"), py::arg("index").noconvert());
+  m.def("write_and_tell", &write_and_tell, py::arg("writer"), py::arg("pid"), py::arg("puts"),
+        py::arg("timeout"));
   m.def("may_write", &may_write, py::arg("page"), py::arg("pid"));
   m.def("bell_rally", &bell_rally, py::arg("memory"), py::arg("second"), py::arg("rounds"),
         py::arg("timeout"));

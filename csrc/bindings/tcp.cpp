@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -143,9 +144,7 @@ class TcpEngine {
   void put(uint64_t link, uint64_t number, const TcpRanges& ranges, const Index& index,
            uint32_t notice, double timeout) {
     check_index(index);
-    auto op = std::make_unique<tcp::Op>();
-    op->id = number;
-    op->notice = notice;
+    auto op = op_of(number, notice);
     Status status;
     {
       const py::gil_scoped_release unlocked;
@@ -153,6 +152,26 @@ class TcpEngine {
     }
     check(status);
     submit(link, std::move(op), timeout);
+  }
+
+  size_t put_many(uint64_t link,
+                  const std::vector<std::tuple<uint64_t, TcpRanges*, Index, uint32_t>>& puts,
+                  double timeout) {
+    for (const auto& each : puts) check_index(std::get<2>(each));
+    const int64_t deadline = after(timeout);
+    const py::gil_scoped_release unlocked;
+    size_t begun = 0;
+    for (const auto& [number, ranges, index, notice] : puts) {
+      auto op = op_of(number, notice);
+      op->deadline_ns = deadline;
+      if (tcp::Engine::make_put(ranges->slices(), index.data(), index.shape(0), op.get()) !=
+              Status::kOk ||
+          engine_.submit(link, &op, tcp::now_ns()) != Status::kOk) {
+        break;  // waiting for room, and saying why not, is for put()
+      }
+      ++begun;
+    }
+    return begun;
   }
 
   void send(uint64_t link, const py::bytes& message, double timeout) {
@@ -183,6 +202,13 @@ class TcpEngine {
   uint64_t malformed() const { return engine_.malformed(); }
 
  private:
+  static std::unique_ptr<tcp::Op> op_of(uint64_t number, uint32_t notice) {
+    auto op = std::make_unique<tcp::Op>();
+    op->id = number;
+    op->notice = notice;
+    return op;
+  }
+
   void submit(uint64_t link, std::unique_ptr<tcp::Op> op, double timeout) {
     check(submit_by(engine_, link, std::move(op), after(timeout)));
   }
@@ -212,6 +238,7 @@ void bind_tcp(py::module_& m) {
            py::arg("timeout"))
       .def("put", &TcpEngine::put, py::arg("link"), py::arg("number"), py::arg("ranges"),
            py::arg("index").noconvert(), py::arg("notice"), py::arg("timeout"))
+      .def("put_many", &TcpEngine::put_many, py::arg("link"), py::arg("puts"), py::arg("timeout"))
       .def("send", &TcpEngine::send, py::arg("link"), py::arg("message"), py::arg("timeout"))
       .def("poll", &TcpEngine::poll, py::arg("timeout"))
       .def("close", &TcpEngine::close, py::arg("timeout"))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from enum import Enum
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -723,6 +724,23 @@ def write_ranges(
     """As ``copy_ranges``, into the memory that ``page`` of the process ``pid`` names.
     ``TransportError`` where it is closed, gone or forbidden."""
 
+ForeignPut: TypeAlias = tuple[
+    Memory,
+    npt.NDArray[np.int64],
+    Memory,
+    npt.NDArray[np.int64],
+    int,
+    npt.NDArray[np.int32],
+    int,
+]
+"""Arguments of ``write_ranges`` but the process, and the notice that follows."""
+
+def write_and_tell(
+    writer: MailboxWriter, pid: int, puts: Sequence[ForeignPut], timeout: float
+) -> int:
+    """``write_ranges`` of each, and its notice into the mailbox; how many were made. It ends at
+    the first that cannot be, or whose notice finds no room within ``timeout`` seconds."""
+
 def copy_ranges(
     dst: Memory,
     dst_offsets: npt.NDArray[np.int64],
@@ -851,6 +869,14 @@ class TcpEngine:
         """Begins a put; ``poll`` tells its end by ``number``. ``ValueError``, before anything has
         moved, if a row names no slice. Waits for room.
         """
+    def put_many(
+        self,
+        link: int,
+        puts: Sequence[tuple[int, TcpRanges, npt.NDArray[np.int32], int]],
+        timeout: float,
+    ) -> int:
+        """As ``put`` of each (number, ranges, index, notice); how many were begun, up to the first
+        that cannot be."""
     def send(self, link: int, message: bytes, timeout: float) -> None:
         """Begins to send; waits for room."""
     def poll(

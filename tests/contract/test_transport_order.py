@@ -28,7 +28,7 @@ from tests.transport_kit import (
 )
 
 from cloverinfer.core.errors import TransportError
-from cloverinfer.transport import Endpoint, Ticket, create_endpoint
+from cloverinfer.transport import Endpoint, Put, Slices, Ticket, create_endpoint
 
 # -- order
 
@@ -75,6 +75,49 @@ def test_later_puts_overwrite_earlier_ones(wire: Wire, pair: tuple[Endpoint, End
     settle(pair[0], *tickets)
     collect(pair[1], notices=len(tickets))
     way.expect(want.reshape(nbytes))
+
+
+def test_many_puts_at_once_arrive_in_order(pair: tuple[Endpoint, Endpoint]) -> None:
+    """Into memory of the caller's where peers can write there, else into the endpoint's own."""
+    a, b = pair
+    layers, size = 5, 1 << 12
+    memory = np.zeros(layers * size, np.uint8)
+    anywhere = b.capabilities.puts_into_any_memory
+    source = a.register(layers * size)
+    target = b.register(memoryview(memory) if anywhere else layers * size)
+    want = np.random.default_rng(0).integers(0, 256, layers * size, np.uint8)
+    array(source)[:] = want
+    peer, half = a.connect(b.address()), np.arange(2, dtype=np.int64) * (size // 2)
+    ranges = [
+        a.prepare(
+            peer,
+            Slices(source, half + i * size, size // 2),
+            Slices(target.ref, half + i * size, size // 2),
+        )
+        for i in range(layers)
+    ]
+    both = rows((0, 0), (1, 1))
+    assert a.put_many([]) == []
+    settle(a, *a.put_many([Put(each, both, 100 + i) for i, each in enumerate(ranges)]))
+    seen = collect(b, notices=layers).notices
+    assert [(peer.address, notice) for peer, notice in seen] == [
+        (a.address(), 100 + i) for i in range(layers)
+    ]
+    if b.capabilities.moves_data:
+        assert np.array_equal(array(target), want)
+
+
+def test_what_follows_a_put_that_cannot_be_made_is_not_tried(
+    pair: tuple[Endpoint, Endpoint],
+) -> None:
+    way, both = Way(*pair, 4096, 1024), rows((0, 0), (1, 1))
+    puts = [Put(way.ranges, index, 7 + i) for i, index in enumerate((both, rows((0, 9)), both))]
+    tickets = way.sender.put_many(puts)
+    settle(way.sender, tickets[0])
+    assert [type(ticket.error) for ticket in tickets[1:]] == [ValueError] * 2
+    assert all(ticket.done for ticket in tickets)
+    way.put(10)
+    assert [notice for _, notice in collect(way.receiver, notices=2).notices] == [7, 10]
 
 
 def test_puts_and_messages_arrive_in_order(wire: Wire, pair: tuple[Endpoint, Endpoint]) -> None:

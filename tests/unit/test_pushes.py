@@ -27,7 +27,11 @@ class Pusher:
     def announce(self, job):
         self.seen.append("chunk")
 
-    def put_layer(self, job, layer, ready, track):
+    def put_layers(self, job, layers, ready, track):
+        for layer in layers:
+            self.put_layer(job, layer, track)
+
+    def put_layer(self, job, layer, track):
         if layer == self.fails_at:
             raise TransportError("cut")
         self.seen.append(layer)
@@ -46,13 +50,13 @@ def sender():
     sender.made = made
     yield sender
     sender.close()
-    assert not sender._thread.is_alive()
+    assert not sender._errands._thread.is_alive()
 
 
 def run(sender, pushes, layers=3):
     sender.begin(pushes)
     for layer in range(layers):
-        sender.layer(pushes, layer)
+        sender.layers(pushes, (layer,))
     pushes.seal()
     assert pushes.made or sender.made.wait(60)
     assert pushes.made

@@ -7,9 +7,11 @@ from tests.vllm_child import RemoteEngine
 from tests.vllm_kit import FakeEngine, until
 
 from cloverinfer.core.errors import TransportError
+from cloverinfer.integrations.vllm import worker as worker_module
 from cloverinfer.integrations.vllm.courier import BEAT_SECONDS, Wire
 from cloverinfer.integrations.vllm.wire import Dropped
 from cloverinfer.transport import shm
+from cloverinfer.transport._shm_files import names
 
 
 @pytest.fixture
@@ -322,6 +324,18 @@ def test_links_outlive_a_process_that_stands_still(engines):
         assert decode.ask("holds", "d", 0, 64)
     finally:
         decode.close()
+
+
+def test_what_an_engine_that_was_killed_left_is_swept(engines, monkeypatch):
+    killed = RemoteEngine("prefill", transport="shm")
+    try:
+        left = f"cloverinfer-{killed._process.pid}-"
+        assert len(names(left)) > 1, "a mailbox and the page of a region"
+    finally:
+        killed.kill()
+    monkeypatch.setattr(worker_module, "SWEEP_SECONDS", 0.01)
+    engines("decode", transport="tcp")
+    until(lambda: not names(left), "the sweep")
 
 
 def test_after_a_prefill_died_another_may_serve(engines):

@@ -181,7 +181,7 @@ class PrefillNode(LocalNode):
 
         def on_layer(layer: int) -> None:
             ready = self.copies.mark()
-            sender.layer(pushes, layer, ready)
+            sender.layers(pushes, (layer,), ready)
             if self._awaits:
                 self._take_credits()
                 if layer == self.layout.num_layers - 1:  # here, as sampling would wait deaf

@@ -8,9 +8,6 @@ the receiver's business (``transfers``).
 
 from __future__ import annotations
 
-import logging
-import queue
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,15 +22,9 @@ from ..transport.base import Endpoint, Peer, Ranges, Ticket
 from ..wire.messages import KVChunk, KVSum, Message, PeerInfo, Push, encode
 from ..wire.notices import pack_kv
 from .copies import NOW, Moment
+from .errands import Errands
 from .rows import Row
 from .source import Held, Source, layer_slices
-
-log = logging.getLogger(__name__)
-IDLE_SECONDS = 60.0
-"""How long the sender sleeps at a time while there is nothing to put."""
-STOP_SECONDS = 5.0
-"""How long closing waits for the put under way."""
-
 
 Track = Callable[[Ticket, int], None]
 """Takes a put's ticket and the bytes that it sends."""
@@ -91,6 +82,11 @@ class Pusher(ABC):
     def put_layer(self, job: PushJob, layer: int, ready: Moment, track: Track) -> None:
         """Begins to put the job's blocks of one layer, which are complete from ``ready`` on.
         ``TransportError`` where it cannot."""
+
+    def put_layers(self, job: PushJob, layers: Sequence[int], ready: Moment, track: Track) -> None:
+        """``put_layer`` of each."""
+        for layer in layers:
+            self.put_layer(job, layer, ready, track)
 
     def look(self) -> None:
         """From the node's thread: some puts have ended, and a wait may be over, or in vain."""
@@ -194,9 +190,9 @@ class StepPushes:
         for job in self.jobs:
             self._attempt(job, lambda job=job: job.pusher.announce(job))
 
-    def put_layer(self, layer: int, ready: Moment) -> None:
+    def put_layers(self, layers: Sequence[int], ready: Moment) -> None:
         for job in self.jobs:
-            self._attempt(job, lambda job=job: self._put(job, layer, ready))
+            self._attempt(job, lambda job=job: self._put(job, layers, ready))
 
     def ask(self) -> None:
         """From the node's thread: one thing more to do."""
@@ -234,12 +230,12 @@ class StepPushes:
         errors = {job.pusher.name: job.error for job in self.jobs if job.error is not None}
         return list(errors.values())
 
-    def _put(self, job: PushJob, layer: int, ready: Moment) -> None:
+    def _put(self, job: PushJob, layers: Sequence[int], ready: Moment) -> None:
         def track(ticket: Ticket, nbytes: int) -> None:
             self._tickets.append((job, ticket))
             self.nbytes += nbytes
 
-        job.pusher.put_layer(job, layer, ready, track)
+        job.pusher.put_layers(job, layers, ready, track)
 
     def _attempt(self, job: PushJob, act: Callable[[], None]) -> None:
         """A receiver that is gone ends its own jobs alone; a mistake of ours ends the step."""
@@ -256,45 +252,31 @@ class StepPushes:
 
 
 class Sender:
-    """A thread that makes puts in the order in which they are asked for."""
+    """Makes puts in a thread of its own, in the order in which they are asked for."""
 
     def __init__(self, name: str, wake: Callable[[], None]) -> None:
         """``wake`` is called from the thread where a step's last put has been made after the node
         sealed it, and so may have looked in vain."""
         self._wake = wake
-        self._work: queue.SimpleQueue[tuple[StepPushes, Callable[[], None]] | None]
-        self._work = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"{name}-sender", daemon=True)
-        self._thread.start()
+        self._errands = Errands(f"{name}-sender")
 
     def begin(self, pushes: StepPushes) -> None:
         self._ask(pushes, pushes.announce)
 
-    def layer(self, pushes: StepPushes, layer: int, ready: Moment = NOW) -> None:
-        """``ready``: when the layer's keys and values are complete."""
-        self._ask(pushes, lambda: pushes.put_layer(layer, ready))
+    def layers(self, pushes: StepPushes, layers: Sequence[int], ready: Moment = NOW) -> None:
+        """``ready``: when the layers' keys and values are complete."""
+        self._ask(pushes, lambda: pushes.put_layers(layers, ready))
 
     def _ask(self, pushes: StepPushes, act: Callable[[], None]) -> None:
         pushes.ask()
-        self._work.put((pushes, act))
+        self._errands.ask(lambda: self._do(pushes, act))
+
+    def _do(self, pushes: StepPushes, act: Callable[[], None]) -> None:
+        act()
+        pushes.did()
+        if pushes.made:
+            self._wake()
 
     def close(self) -> None:
         """Ends the thread once the put under way has ended; what was not begun is dropped."""
-        self._work.put(None)
-        self._thread.join(STOP_SECONDS)
-        if self._thread.is_alive():
-            log.warning("%s did not end within %g s", self._thread.name, STOP_SECONDS)
-
-    def _run(self) -> None:
-        while True:
-            try:
-                work = self._work.get(timeout=IDLE_SECONDS)
-            except queue.Empty:
-                continue
-            if work is None:
-                return
-            pushes, act = work
-            act()
-            pushes.did()
-            if pushes.made:
-                self._wake()
+        self._errands.close()

@@ -115,6 +115,8 @@ def remove_leftovers(pid: int | None = None) -> list[str]:
     A live process's segments are never touched, nor those of another pid namespace, whose
     processes cannot be seen from here.
     """
+    if not os.path.isdir(ROOT):
+        return []
     removed = []
     here = _pid_namespace()
     for name in names("cloverinfer-"):

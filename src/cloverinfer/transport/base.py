@@ -19,12 +19,15 @@ Failure. Nothing waits without a timeout. A put to a peer that is gone fails wit
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from ..core.errors import TransportError
 
 if TYPE_CHECKING:
     from .native import MailboxWire, NearWire
@@ -129,6 +132,15 @@ class Ranges:
         self.remote = remote
 
 
+@dataclass(frozen=True, slots=True)
+class Put:
+    """One of several that are asked for together; see ``Endpoint.put``."""
+
+    ranges: Ranges
+    index: npt.NDArray[np.int32]
+    notice: int
+
+
 class Ticket:
     """A put under way. Once ``done``, ``error`` is None or what went wrong, and the sender neither
     reads local memory for it nor sends any more of it: except while ``late``, of a put that has
@@ -199,6 +211,21 @@ class Endpoint(ABC):
         is not reported by ``poll``. ``after``: a CUDA event's handle; local memory is read once
         that event has happened (``ValueError`` where ``capabilities.memory`` has no ``cuda``).
         """
+
+    def put_many(
+        self, puts: Sequence[Put], timeout: float = DEFAULT_TIMEOUT, after: int | None = None
+    ) -> list[Ticket]:
+        """As ``put`` of each in turn, all of them to one peer, and a ticket for each. One that
+        cannot be made is a ticket that is done with the reason as its error, and so are those
+        after it, which are not tried.
+        """
+        tickets: list[Ticket] = []
+        try:
+            for each in puts:
+                tickets.append(self.put(each.ranges, each.index, each.notice, timeout, after))
+        except (TransportError, ValueError) as problem:
+            tickets += [Ticket(True, problem) for _ in range(len(puts) - len(tickets))]
+        return tickets
 
     @abstractmethod
     def send(self, peer: Peer, message: bytes, timeout: float = DEFAULT_TIMEOUT) -> None:

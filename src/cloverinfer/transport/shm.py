@@ -14,7 +14,7 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 
@@ -53,7 +53,7 @@ from ._shm_files import (
     start_time,
     unlink,
 )
-from ._shm_link import MESSAGE, NOTICE, SPILLED, Link
+from ._shm_link import MESSAGE, NOTICE, SLICE, SPILLED, Link
 from .base import (
     DEFAULT_TIMEOUT,
     Capabilities,
@@ -61,6 +61,7 @@ from .base import (
     Endpoint,
     Events,
     Peer,
+    Put,
     Ranges,
     Region,
     RegionRef,
@@ -77,6 +78,8 @@ _REGION = re.compile(r"g\d+")
 _CALLERS = re.compile(r"c\d+")
 _SPILLED_NAME = re.compile(r"m[0-9a-f]+")
 MOST_COPY_THREADS = 4
+MOST_TOGETHER = 64 << 20
+"""Bytes after which a native call of many puts lets others send to the same peer."""
 CLOSE_SECONDS = 5.0
 """How long taking back a region of the caller's memory waits for who is writing to it."""
 _STATE = struct.Struct("=I")
@@ -165,6 +168,12 @@ class _Foreign:
             ranges.length,
             index,
         )
+
+    def part(
+        self, ranges: OffsetRanges, index: npt.NDArray[np.int32], notice: int
+    ) -> _native.ForeignPut:
+        offsets = ranges.target_offsets, ranges.source_offsets
+        return self._page, offsets[0], ranges.source, offsets[1], ranges.length, index, notice
 
 
 class ShmRanges(OffsetRanges):
@@ -328,6 +337,52 @@ class ShmEndpoint(Endpoint):
         with self._link(ranges.peer, deadline) as link:
             link.push(NOTICE, notice, b"", deadline)
         return Ticket(done=True)
+
+    def put_many(
+        self, puts: Sequence[Put], timeout: float = DEFAULT_TIMEOUT, after: int | None = None
+    ) -> list[Ticket]:
+        """Into memory of the peer's by one native call for many, during which other threads run.
+        What that does not do, and why, is for ``put`` to say."""
+        made = 0
+        while after is None and made < len(puts):
+            more = self._put_natively(puts[made:], deadline_after(timeout))
+            made += more
+            if not more:
+                break
+        rest = super().put_many(puts[made:], timeout, after)
+        return [Ticket(done=True) for _ in range(made)] + rest
+
+    def _put_natively(self, puts: Sequence[Put], deadline: float) -> int:
+        """How many of the first were made."""
+        self._check_open()
+        peer, parts, nbytes = puts[0].ranges.peer, [], 0
+        assert isinstance(peer, ShmPeer)
+        for each in puts:
+            part = self._foreign_part(peer, each)
+            if part is None or nbytes > MOST_TOGETHER:
+                break
+            parts.append(part)
+            nbytes += len(each.index) * each.ranges.local.length
+        if not parts:
+            return 0
+        try:
+            with self._link(peer, deadline) as link:
+                link.check_alive()
+                return _native.write_and_tell(link.writer, peer.pid, parts, SLICE)
+        except TransportError:
+            return 0
+
+    def _foreign_part(self, peer: Peer, put: Put) -> _native.ForeignPut | None:
+        """None for what ``put`` alone does, or refuses."""
+        ranges = put.ranges
+        assert isinstance(ranges, ShmRanges)
+        if not isinstance(ranges.target, _Foreign) or ranges.peer is not peer:
+            return None
+        try:
+            check_region_open(ranges.region)
+            return ranges.target.part(ranges, index_array(put.index), checked_notice(put.notice))
+        except (TransportError, ValueError):
+            return None
 
     def _copy(self, ranges: ShmRanges, index: npt.NDArray[np.int32]) -> None:
         if isinstance(ranges.target, _Foreign):

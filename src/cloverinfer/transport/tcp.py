@@ -15,14 +15,24 @@ writes to the region any more.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from .. import _native
 from ..config.network import NetworkConfig
+from ..core.errors import TransportError
 from ._linked import LinkedEndpoint, LinkRanges
-from ._shared import MAX_MESSAGE_BYTES, check_no_event
+from ._shared import (
+    MAX_MESSAGE_BYTES,
+    check_no_event,
+    check_region_open,
+    checked_notice,
+    deadline_after,
+    index_array,
+    seconds_left,
+)
 from ._tcp_address import whoever_listens
 from ._tcp_meet import Hello
-from .base import Capabilities, Peer, RegionRef, Slices
+from .base import DEFAULT_TIMEOUT, Capabilities, Peer, Put, RegionRef, Slices, Ticket
 
 __all__ = ["TcpEndpoint", "missing", "whoever_listens"]
 
@@ -81,6 +91,37 @@ class TcpEndpoint(LinkedEndpoint):
 
     def _make_ranges(self, peer: Peer, local: Slices, remote: Slices, region: int) -> TcpRanges:
         return TcpRanges(peer, local, remote, region)
+
+    def put_many(
+        self, puts: Sequence[Put], timeout: float = DEFAULT_TIMEOUT, after: int | None = None
+    ) -> list[Ticket]:
+        """By one native call, during which other threads run. What that does not do, and why, is
+        for ``put`` to say."""
+        begun = self._begin_many(puts, deadline_after(timeout)) if puts and after is None else []
+        return begun + super().put_many(puts[len(begun) :], timeout, after)
+
+    def _begin_many(self, puts: Sequence[Put], deadline: float) -> list[Ticket]:
+        """Tickets of the first that could be begun."""
+        self._check_open()
+        parts, tickets = [], []
+        try:
+            link = self._link(puts[0].ranges.peer, deadline)
+            for put in puts:
+                ranges = put.ranges
+                assert isinstance(ranges, TcpRanges)
+                check_region_open(ranges.region)
+                number, ticket = next(self._numbers), Ticket()
+                part = number, ranges.native, index_array(put.index), checked_notice(put.notice)
+                self._pending[number] = ticket, ranges
+                parts.append(part)
+                tickets.append(ticket)
+        except (TransportError, ValueError):
+            if not parts:
+                return []
+        begun = self._engine.put_many(link, parts, seconds_left(deadline))
+        for number, *_ in parts[begun:]:
+            del self._pending[number]
+        return tickets[:begun]
 
     def _await(self, after: int | None, deadline: float) -> None:
         check_no_event(after)

@@ -21,7 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ...core.errors import ConfigError
-from ...transport.shm import remove_leftovers
 from .describe import block_size_of, check_config, engine_of
 from .plan import Loaded, StepPlan
 from .scheduler import SchedulerHalf
@@ -136,7 +135,6 @@ class RDMAConnector(KVConnectorBase_V1):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        remove_leftovers()
         rank = _rank(self._config)
         engine = engine_of(self._config, self._cache, rank, kv_caches)
         worker = WorkerHalf(self._settings, engine)

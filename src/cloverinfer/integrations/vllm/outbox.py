@@ -98,7 +98,7 @@ class Outbox:
         """The step's layer is computed."""
         if self._step is not None and layer not in self._put_layers:
             self._put_layers.add(layer)
-            self._sender.layer(self._step, layer, self._mark())
+            self._sender.layers(self._step, (layer,), self._mark())
 
     def end(self) -> None:
         """The step is computed. Layers that nobody told of are put now."""
@@ -106,9 +106,9 @@ class Outbox:
             return
         ready = self._mark()
         if self._step is not None:
-            for layer in range(len(self._me.grids)):
-                if layer not in self._put_layers:
-                    self._sender.layer(self._step, layer, ready)
+            left = [i for i in range(len(self._me.grids)) if i not in self._put_layers]
+            if left:
+                self._sender.layers(self._step, left, ready)
             self._step.seal()
             self._step = None
         with self._lock:
@@ -265,8 +265,7 @@ class Outbox:
             pushes = StepPushes([job])
             leg.open.append(pushes)
             self._sender.begin(pushes)
-            for layer in range(len(self._me.grids)):
-                self._sender.layer(pushes, layer, out.ready)
+            self._sender.layers(pushes, range(len(self._me.grids)), out.ready)
             pushes.seal()
 
     def _settled(self, out: Outgoing) -> Outgoing:

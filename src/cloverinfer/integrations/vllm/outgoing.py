@@ -5,6 +5,7 @@ Values and their rules; who meets whom, threads and time are ``outbox``'s busine
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from ...core.errors import PeerGoneError
 from ...nodes.copies import NOW, Moment
 from ...nodes.pushes import StepPushes, Track
-from ...transport import Peer, Ranges
+from ...transport import Peer, Put, Ranges
 from ...wire.messages import KVChunk
 from ...wire.notices import pack_kv
 from .courier import Wire
@@ -191,10 +192,13 @@ class TargetPusher:
         chunk = KVChunk(grant.slot, grant.number, grant.attempt, job.number, job.first, job.count)
         self.wire.endpoint.send(self.peer, encode(chunk))
 
-    def put_layer(self, job: Job, layer: int, ready: Moment, track: Track) -> None:
-        rows = job.rows(self._matches[layer])
-        notice = pack_kv(job.grant.slot, job.number, layer)
-        ticket = self.wire.endpoint.put(
-            self._ranges[layer], rows, notice, self.wire.put_seconds, ready.handle
-        )
-        track(ticket, len(rows) * self._matches[layer].length)
+    def put_layers(self, job: Job, layers: Sequence[int], ready: Moment, track: Track) -> None:
+        slot, number = job.grant.slot, job.number
+        puts = [
+            Put(self._ranges[i], job.rows(self._matches[i]), pack_kv(slot, number, i))
+            for i in layers
+        ]
+        endpoint, seconds = self.wire.endpoint, self.wire.put_seconds
+        tickets = endpoint.put_many(puts, seconds, ready.handle)
+        for layer, put, ticket in zip(layers, puts, tickets, strict=True):
+            track(ticket, len(put.index) * self._matches[layer].length)

@@ -19,6 +19,7 @@ from ...kvcache.layout import DTYPE_BYTES, KVSpec, PoolLayout
 from ...nodes.copies import Copies, copies_of
 from ...transport import Peer
 from ...transport.choice import Offer, offer
+from ...transport.shm import remove_leftovers
 from .carriers import CUDA, HOST
 from .courier import Courier, Wire
 from .gate import Gate
@@ -31,6 +32,9 @@ from .settings import Settings
 from .wire import VERSION, Message, Worker
 
 log = logging.getLogger(__name__)
+SWEEP_SECONDS = 10.0
+"""Between two looks for what engines that were killed left under /dev/shm: one that was has no
+other to do it, and its own next start may come before it is quite gone."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class WorkerHalf:
         self._lock = threading.RLock()
         self._courier: Courier | None = None
         self._layers: dict[str, int] = {}
+        self._sweep_at = 0.0
         self._bad_blocks: set[int] = set()
         self._results: dict[str, Loaded] = {}
 
@@ -167,6 +172,9 @@ class WorkerHalf:
 
     def tick(self) -> None:
         now = time.monotonic()
+        if now >= self._sweep_at:
+            self._sweep_at = now + SWEEP_SECONDS
+            remove_leftovers()
         self._inbox.tick(now)
         self._outbox.tick(now)
 
