@@ -1,7 +1,8 @@
-"""Paged decode of other libraries, where they are installed, over the pool that ours is timed on.
+"""Paged attention of other libraries, where they are there, over the pool that ours is timed on.
 
 A block of the pool is keys ``[kv_heads, block, dim]`` and then values: views of it are the layouts
-that they take. Written to their documentation; neither is a dependency of the project.
+that they take. Written to their documentation; neither is a dependency of the project. Prompts go
+through the ways that ``--prompt-attention`` offers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from cloverinfer.attention.borrow import borrow_bytes
+from cloverinfer.attention.prompts import find_prompt_attention
+from cloverinfer.attention.prompts.base import DeviceRows, PromptAttention, PromptPool
+from cloverinfer.core.errors import ConfigError
+from cloverinfer.kvcache.layout import PoolLayout
+from cloverinfer.transport.base import DeviceMemory
 
 Call = Callable[[], object]
 
@@ -87,3 +95,32 @@ def _flash_attention(decode: Decode, attend: Callable[..., object], table: str) 
         lambda t=t: attend(decode.q_rhd[:, None], k_nbhd, v_nbhd, **settings, **{table: t})
         for t in decode.tables
     ]
+
+
+def prompt_peers(
+    memory: DeviceMemory, layout: PoolLayout, q_thd: torch.Tensor, rows: DeviceRows
+) -> dict[str, Call]:
+    """One call of layer 0 over one row, by each library that is there and takes the pool."""
+    device = torch.device("cuda", memory.device)
+    numbers = borrow_bytes(memory.pointer, memory.nbytes, device)
+    pool = PromptPool(layout, q_thd.shape[1], numbers, _never)
+    calls: dict[str, Call] = {}
+    for name in ("flashinfer", "flash-attn"):
+        try:
+            way = _way(name, pool)
+        except ConfigError as reason:
+            print(reason)
+            continue
+        (span,) = way.spans(rows.query_starts.tolist(), rows.lengths_r.tolist())
+        calls[name] = lambda way=way, span=span: way.attend(0, span, q_thd, rows)
+    return calls
+
+
+def _way(name: str, pool: PromptPool) -> PromptAttention:
+    make = find_prompt_attention(name)
+    assert make is not None
+    return make(pool)
+
+
+def _never(*_: object) -> tuple[torch.Tensor, torch.Tensor, float]:
+    raise AssertionError("a library reads the pool as it is")

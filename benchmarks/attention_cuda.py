@@ -10,9 +10,10 @@ and flash-attn have rows beside ours where they are installed (``_attention_peer
     python benchmarks/attention_cuda.py
 
 Prompts: each kernel behind PyTorch's SDPA on keys and values that lie in order, our paged kernel,
-and for fresh prompts all that the backend does (gather, then SDPA, with the host's waits). A chunk
-of ``c`` tokens ends a row of ``n``. The floor is the operations over the rate of a large bfloat16
-matrix product in the same run.
+and for fresh prompts all that the backend does (gather, then SDPA, with the host's waits); over the
+same pool FlashInfer's paged prefill and FlashAttention's, where they are installed, as
+``--prompt-attention`` has them. A chunk of ``c`` tokens ends a row of ``n``. The floor is the
+operations over the rate of a large bfloat16 matrix product in the same run.
 
     python benchmarks/attention_cuda.py --prompts
 """
@@ -28,9 +29,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from _attention_peers import Decode, peers
+from _attention_peers import Decode, peers, prompt_peers
 from _common import Row, finish, parser
-from cloverinfer.attention.cuda import STORED, CudaAttention, missing
+from cloverinfer.attention.cuda import CudaAttention, missing
+from cloverinfer.attention.prompts.base import STORED, DeviceRows
 from cloverinfer.kvcache.layout import KVSpec, PoolLayout, blocks_for
 from cloverinfer.transport.base import DeviceMemory
 
@@ -243,6 +245,8 @@ def prompt_seconds(prompt: Prompt, replays: int) -> dict[str, float]:
     lengths = torch.tensor([prompt.length], dtype=torch.int32, device="cuda")
     call = lambda: backend.attend(0, q, starts, table, lengths)  # noqa: E731
     seconds = {"paged kernel": graph_seconds([call], replays, 8)}
+    others = prompt_peers(backend.memory(), layout, q, DeviceRows(starts, table, lengths))
+    seconds |= {name: graph_seconds([theirs], replays, 8) for name, theirs in others.items()}
     if prompt.fresh:
         seconds["backend"] = eager_seconds(call)
     backend.close()

@@ -8,13 +8,18 @@ size, block size and group, long and ragged rows, graphs, fixed splits.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
-from cloverinfer.attention import _cuda_prompts
-from cloverinfer.attention.cuda import STORED, CudaAttention, missing
+from cloverinfer.attention.cuda import CudaAttention, missing
+from cloverinfer.attention.prompts import find_prompt_attention, sdpa
+from cloverinfer.attention.prompts.base import STORED, PromptAttention
+from cloverinfer.core.errors import ConfigError
 from cloverinfer.kvcache.layout import KVSpec, PoolLayout, blocks_for
 from cloverinfer.transport.base import DeviceMemory
 
@@ -36,13 +41,16 @@ class Rows:
     counts: list[int] = field(default_factory=list)
     wide: torch.dtype = torch.bfloat16
     batch_invariant: bool = False
+    prompt_attention: str = "auto"
 
     def __post_init__(self) -> None:
         self.counts = self.counts or [1] * len(self.lengths)
         needed = [blocks_for(length, self.block_size) for length in self.lengths]
         layout = PoolLayout((self.spec,), self.block_size, sum(needed) + 3)
         self.memory = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
-        self.backend = CudaAttention(batch_invariant=self.batch_invariant)
+        self.backend = CudaAttention(
+            batch_invariant=self.batch_invariant, prompt_attention=self.prompt_attention
+        )
         self.backend.allocate(
             layout, self.heads, DeviceMemory(self.memory.data_ptr(), layout.total_bytes, 0)
         )
@@ -160,7 +168,7 @@ def test_a_few_and_many_query_tokens(dtype: str, dim: int) -> None:
 @pytest.mark.parametrize("kind", ["fresh", "alike", "chunk", "mixed"])
 @pytest.mark.parametrize("by_sdpa", [False, True])
 def test_prompts(dtype: str, kind: str, by_sdpa: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cuda_prompts.Shapes, "pay", lambda *_: by_sdpa)
+    monkeypatch.setattr(sdpa.Shapes, "pay", lambda *_: by_sdpa)
     rows = {
         "fresh": ([700, 300, 257], [700, 300, 257]),
         "alike": ([300, 300, 300], [300, 300, 300]),
@@ -173,7 +181,7 @@ def test_prompts(dtype: str, kind: str, by_sdpa: bool, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("by_sdpa", [False, True])
 def test_a_fresh_prompt_with_sinks(by_sdpa: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cuda_prompts.Shapes, "pay", lambda *_: by_sdpa)
+    monkeypatch.setattr(sdpa.Shapes, "pay", lambda *_: by_sdpa)
     Rows(make_spec(sinks=(0.5, -1.0, 6.0, 0.0)), 4, 16, [600], [600]).check()
 
 
@@ -229,6 +237,52 @@ CHUNKS = {
 def test_chunks(rows: str, fields: dict[str, object]) -> None:
     lengths, counts = CHUNKS[rows]
     Rows(make_spec(**fields), 8, 16, lengths, counts).check()
+
+
+LIBRARY_LAYERS = {
+    "plain": {},
+    "window": {"window": 300},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": (0.5, -1.0, 2.0, 0.0) * 2},
+    "size 64": {"dim": 64},
+    "size 256": {"dim": 256},
+    "float16": {"dtype": "float16"},
+    "alibi, by ours": {"alibi_slopes": (0.5, 0.25, 0.1, 0.0) * 2},
+}
+
+
+@pytest.mark.parametrize(("library", "block_size"), [("flashinfer", 16), ("flash-attn", 256)])
+@pytest.mark.parametrize("layer", list(LIBRARY_LAYERS))
+@pytest.mark.parametrize("rows", ["fresh", "split over the context", "beside decode rows"])
+def test_prompts_by_a_library(library: str, block_size: int, layer: str, rows: str) -> None:
+    """Whichever are installed. Blocks of 256 tokens: any version of FlashAttention takes them."""
+    try:
+        find_prompt_attention(library)
+    except ConfigError as reason:
+        pytest.skip(str(reason))
+    spec = make_spec(**LIBRARY_LAYERS[layer])
+    one = Rows(spec, 8, block_size, *CHUNKS[rows], prompt_attention=library)
+    if "ours" in layer:
+        one.check()
+        return
+    prompts = one.backend._prompts
+    assert prompts is not None
+    with count_calls(prompts) as calls:
+        one.check()
+    assert calls == [0, 0], "the layer of both calls"
+
+
+@contextmanager
+def count_calls(prompts: PromptAttention) -> Iterator[list[int]]:
+    calls, attend = list[int](), prompts.attend
+
+    def counted(layer: int, *args: Any) -> Any:
+        calls.append(layer)
+        return attend(layer, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompts, "attend", counted)
+        yield calls
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3"])

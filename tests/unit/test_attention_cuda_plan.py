@@ -190,12 +190,30 @@ def test_batch_invariance_reaches_the_backend_and_is_said_to_change_nothing_else
     names = [name for group in node_names(cluster).values() for name in group]
     config = node_configs(cluster, ModelConfig(), on_this_host(names))[0]
     assert config.batch_invariant
+    assert config.prompt_attention == "auto"
     backend = create_backend("cuda", 1, batch_invariant=True)
     assert isinstance(backend, CudaAttention)
     assert backend.batch_invariant
     spec = KVSpec(kv_heads=1, k_dim=64, v_dim=64, dtype="float32", scale=1.0)
     make_backend(config, PoolLayout((spec,), 16, 2), 1, None).close()
     assert "cluster.batch_invariant changes nothing for attention backend cpu" in caplog.text
+    assert "prompt_attention" not in caplog.text
+
+
+def test_who_attends_over_prompts_reaches_the_backend_and_is_said_to_change_nothing_elsewhere(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cluster = ClusterConfig(
+        executor="local", transport="inproc", threads=1, device="cpu", prompt_attention="own"
+    )
+    names = [name for group in node_names(cluster).values() for name in group]
+    config = node_configs(cluster, ModelConfig(), on_this_host(names))[0]
+    backend = create_backend("cuda", 1, prompt_attention=config.prompt_attention)
+    assert isinstance(backend, CudaAttention)
+    assert backend.prompt_attention == "own"
+    spec = KVSpec(kv_heads=1, k_dim=64, v_dim=64, dtype="float32", scale=1.0)
+    make_backend(config, PoolLayout((spec,), 16, 2), 1, None).close()
+    assert "cluster.prompt_attention changes nothing for attention backend cpu" in caplog.text
 
 
 @pytest.mark.skipif(not missing(), reason="a GPU is here")

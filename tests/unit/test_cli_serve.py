@@ -28,6 +28,7 @@ FLAGS = [
     "--max-num-batched-tokens",
     "--max-num-seqs", "--max-queue", "--memory-gib", "--model", "--model-impl", "--num-blocks",
     "--num-wavefronts", "--port", "--prefill", "--prefill-block-size", "--prefill-dtype",
+    "--prompt-attention",
     "--quantization", "--queue-timeout", "--quiet", "--room-timeout", "--root-path", "--seed",
     "--served-model-name", "--shutdown-timeout", "--ssl-certfile", "--ssl-keyfile", "--staging-mib",
     "--start-timeout", "--step-timeout", "--tcp-streams", "--threads", "--tool-call-parser",

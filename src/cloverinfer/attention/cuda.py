@@ -1,4 +1,4 @@
-"""The CUDA backend: our kernels for decode, chunks and cached prefixes, PyTorch's SDPA for prompts.
+"""The CUDA backend: our kernels, but for prompts that another way serves (``prompts``).
 
 torch only owns the tensors here; kernels get addresses, on torch's current stream. A call reads
 lengths, block tables and slots on the device, so one that holds no fresh prompt can be captured in
@@ -19,15 +19,6 @@ from .. import _native
 from ..core.errors import ConfigError
 from ..kvcache.layout import KVSpec, PoolLayout
 from ..transport.base import DeviceMemory
-from ._cuda_prompts import (
-    PROMPT_LEAST,
-    Planned,
-    Prompts,
-    plan_prompts,
-    sdpa,
-    sdpa_serves,
-    shapes_for,
-)
 from .base import (
     AttentionBackend,
     Capabilities,
@@ -35,12 +26,13 @@ from .base import (
     HostRows,
     RotatesOnAppend,
 )
-from .pool import ALL_FEATURES, DTYPES, check_blocks, check_import, check_layout, check_tokens
-from .rows import merge_sinks
+from .borrow import borrow_bytes
+from .pool import ALL_FEATURES, check_blocks, check_import, check_layout, check_tokens
+from .prompts import find_prompt_attention
+from .prompts.base import STORED, DeviceRows, Planned, PromptAttention, PromptPool, Span, plan_spans
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
 """``clover::cuda::DType``."""
-STORED = {**DTYPES, "float8_e4m3": torch.float8_e4m3fn}
 _WIDE = (torch.bfloat16, torch.float16)
 """What layers of float8 take and give."""
 ALIGNMENT = 256
@@ -56,13 +48,16 @@ class _Layer:
     stored: torch.dtype
     taken: tuple[torch.dtype, ...]
     """Types of q."""
+    prompts: bool
+    """Its prompts may be another way's than our kernels'."""
 
 
 class CudaAttention(AttentionBackend, RotatesOnAppend):
     """On torch's current device at ``allocate``. ``threads`` is not used. ``batch_invariant``: a
     row's result does not depend on which rows it shares a call with (fixed splits, one kernel).
-    ``shared_limit``: bytes of shared memory that kernels may take; 0: what the device has. Less
-    makes it choose as it would on a smaller one.
+    ``prompt_attention``: who attends over prompts, see ``ClusterConfig``; under ``batch_invariant``
+    our kernels do. ``shared_limit``: bytes of shared memory that kernels may take; 0: what the
+    device has. Less makes it choose as it would on a smaller one.
     """
 
     capabilities = Capabilities(
@@ -75,9 +70,16 @@ class CudaAttention(AttentionBackend, RotatesOnAppend):
     )
 
     def __init__(
-        self, threads: int = 1, batch_invariant: bool = False, shared_limit: int = 0
+        self,
+        threads: int = 1,
+        batch_invariant: bool = False,
+        prompt_attention: str = "auto",
+        shared_limit: int = 0,
     ) -> None:
         self.batch_invariant = batch_invariant
+        self.prompt_attention = "own" if batch_invariant else prompt_attention
+        self._make_prompts = find_prompt_attention(self.prompt_attention)
+        self._prompts: PromptAttention | None = None
         self._shared_limit = shared_limit
         self._native: _native.CudaAttentionPool | None = None
         self._layers: list[_Layer] = []
@@ -107,9 +109,12 @@ class CudaAttention(AttentionBackend, RotatesOnAppend):
         )
         for spec in layout.specs:
             _add_layer(native, spec, num_heads)
-        self._layers = [_layer(spec) for spec in layout.specs]
-        self._shapes = shapes_for(layout.specs, num_heads, layout.block_size, self._device)
         self._layout, self._native, self._heads, self._base = layout, native, num_heads, address
+        if self._make_prompts is not None:
+            memory = borrow_bytes(address, layout.total_bytes, self._device)
+            pool = PromptPool(layout, num_heads, memory, self._keys_values)
+            self._prompts = self._make_prompts(pool)
+        self._layers = [_layer(spec, self._prompts) for spec in layout.specs]
 
     def memory(self) -> DeviceMemory:
         """The pool, to be registered with an endpoint."""
@@ -185,28 +190,29 @@ class CudaAttention(AttentionBackend, RotatesOnAppend):
         self._check_rows(query_starts, block_tables_rb, lengths_r)
         self._check_devices(q=q_thd)
         planned = self._prompts_of(of, q_thd, query_starts, lengths_r)
-        if planned is not None and planned.all_prompts and len(planned.prompts) == 1:
-            return self._attend_prompts(layer, planned.prompts[0], q_thd, block_tables_rb)
+        rows = DeviceRows(query_starts, block_tables_rb, lengths_r)
+        if planned is not None and planned.all_rows and len(planned.spans) == 1:
+            assert self._prompts is not None
+            return self._prompts.attend(layer, planned.spans[0], q_thd, rows)
         o_the = torch.empty((tokens, self._heads, of.spec.v_dim), dtype=dtype, device=self._device)
         lse_th = torch.empty((tokens, self._heads), device=self._device)
         if planned is None:
-            rest_r, prompts = lengths_r, []
-        else:
-            rest_r, prompts = planned.rest_r, planned.prompts
-        if planned is None or not planned.all_prompts:
-            self._attend_paged(layer, q_thd, query_starts, block_tables_rb, rest_r, (o_the, lse_th))
-        for some in prompts:
-            at = slice(some.start, some.end)
-            o_the[at], lse_th[at] = self._attend_prompts(layer, some, q_thd[at], block_tables_rb)
+            self._attend_paged(layer, q_thd, rows, (o_the, lse_th))
+            return o_the, lse_th
+        if not planned.all_rows:
+            rest = DeviceRows(query_starts, block_tables_rb, planned.rest_r)
+            self._attend_paged(layer, q_thd, rest, (o_the, lse_th))
+        assert self._prompts is not None
+        for span in planned.spans:
+            at = span.tokens
+            o_the[at], lse_th[at] = self._prompts.attend(layer, span, q_thd[at], rows)
         return o_the, lse_th
 
     def _attend_paged(
         self,
         layer: int,
         q_thd: torch.Tensor,
-        query_starts: torch.Tensor,
-        block_tables_rb: torch.Tensor,
-        lengths_r: torch.Tensor,
+        rows: DeviceRows,
         out: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         self._open().attend(
@@ -215,11 +221,11 @@ class CudaAttention(AttentionBackend, RotatesOnAppend):
             _CODES[q_thd.dtype],
             q_thd.data_ptr(),
             q_thd.stride(0),
-            query_starts.data_ptr(),
-            block_tables_rb.data_ptr(),
-            block_tables_rb.shape[1],
-            lengths_r.data_ptr(),
-            lengths_r.shape[0],
+            rows.query_starts.data_ptr(),
+            rows.block_tables_rb.data_ptr(),
+            rows.block_tables_rb.shape[1],
+            rows.lengths_r.data_ptr(),
+            rows.lengths_r.shape[0],
             q_thd.shape[0],
             out[0].data_ptr(),
             out[1].data_ptr(),
@@ -235,73 +241,72 @@ class CudaAttention(AttentionBackend, RotatesOnAppend):
         self._open()
         self._planned = self._appended = None
         self._plans = lengths_r
-        serves = any(sdpa_serves(of.spec, of.stored) for of in self._layers)
-        if lengths_r is not None and serves and not self.batch_invariant:
-            self._planned = plan_prompts(
-                rows[0].tolist(), rows[1].tolist(), lengths_r, self._shapes
-            )
+        if lengths_r is not None and any(of.prompts for of in self._layers):
+            self._planned = self._spans_of(rows[0], rows[1], lengths_r)
 
     def _prompts_of(
         self, of: _Layer, q_thd: torch.Tensor, query_starts: torch.Tensor, lengths_r: torch.Tensor
     ) -> Planned | None:
-        """Rows that are whole prompts which SDPA serves. Waits for the device where the call may
+        """Rows that are another way's than our kernels'. Waits for the device where the call may
         hold one and nobody planned it."""
-        if self.batch_invariant or not sdpa_serves(of.spec, of.stored):
+        if not of.prompts:
             return None
         if self._plans is lengths_r:
             return self._planned
-        if q_thd.shape[0] - lengths_r.shape[0] + 1 < PROMPT_LEAST:
+        assert self._prompts is not None
+        if q_thd.shape[0] - lengths_r.shape[0] + 1 < self._prompts.least:
             return None
         if torch.cuda.is_current_stream_capturing():
             return None
         self._open().rows_changed()  # by what follows, after the append
-        return plan_prompts(query_starts.tolist(), lengths_r.tolist(), lengths_r, self._shapes)
+        return self._spans_of(query_starts, lengths_r, lengths_r)
 
-    def _attend_prompts(
-        self, layer: int, prompts: Prompts, q_thd: torch.Tensor, block_tables_rb: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the prompts' tokens ``q_thd``."""
-        spec, shape = self._layers[layer].spec, (prompts.count, prompts.length)
-        keys_values = self._just_appended(layer, prompts, q_thd.dtype)
-        scale = spec.scale
-        if keys_values is None:
-            keys_values = self._gathered(layer, prompts, q_thd.dtype, block_tables_rb)
-            scale *= spec.k_scale  # gathered as stored, which is exact
-        q_phtd = q_thd.unflatten(0, shape).transpose(1, 2)
-        o_phte, lse_pht = sdpa(q_phtd, *keys_values, scale)
-        if spec.v_scale != 1.0:
-            o_phte = o_phte * spec.v_scale
-        o_the, lse_th = o_phte.transpose(1, 2).flatten(0, 1), lse_pht.mT.flatten(0, 1)
-        return merge_sinks(spec, o_the, lse_th)
+    def _spans_of(
+        self, query_starts: torch.Tensor, lengths: torch.Tensor, lengths_r: torch.Tensor
+    ) -> Planned | None:
+        assert self._prompts is not None
+        return plan_spans(self._prompts, query_starts.tolist(), lengths.tolist(), lengths_r)
+
+    def _keys_values(
+        self, layer: int, span: Span, dtype: torch.dtype, rows: DeviceRows
+    ) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """See ``prompts.base.KeysValues``."""
+        spec = self._layers[layer].spec
+        appended = self._just_appended(layer, span, dtype)
+        if appended is not None:
+            return *appended, spec.scale
+        # Gathered as stored, which is exact.
+        return *self._gathered(layer, span, dtype, rows.block_tables_rb), spec.scale * spec.k_scale
 
     def _just_appended(
-        self, layer: int, prompts: Prompts, dtype: torch.dtype
+        self, layer: int, span: Span, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values of prompts that this step appended and whose numbers the pool holds as
         they are: ``[p, n, t, d]``."""
         if self._appended is None or self._appended[0] != layer:
             return None
-        at, shape = slice(prompts.start, prompts.end), (prompts.count, prompts.length)
+        shape = (len(span.counts), span.lengths[0])
         _, k_tnd, v_tne = self._appended
-        k, v = (x[at].unflatten(0, shape).transpose(1, 2) for x in (k_tnd, v_tne))
+        k, v = (x[span.tokens].unflatten(0, shape).transpose(1, 2) for x in (k_tnd, v_tne))
         return (k, v) if k.dtype == self._layers[layer].stored == dtype else None
 
     def _gathered(
-        self, layer: int, prompts: Prompts, dtype: torch.dtype, block_tables_rb: torch.Tensor
+        self, layer: int, span: Span, dtype: torch.dtype, block_tables_rb: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the prompts ``[p, n, t, d]``, out of the pool."""
         spec = self._layers[layer].spec
-        shape = (prompts.count, spec.kv_heads, prompts.length)
+        count, length = len(span.counts), span.lengths[0]
+        shape = (count, spec.kv_heads, length)
         k_pntd = torch.empty((*shape, spec.k_dim), dtype=dtype, device=self._device)
         v_pnte = torch.empty((*shape, spec.v_dim), dtype=dtype, device=self._device)
-        for i in range(prompts.count):
+        for i in range(count):
             self._open().gather(
                 layer,
                 self._stream(),
                 _CODES[dtype],
-                block_tables_rb[prompts.row + i].data_ptr(),
+                block_tables_rb[span.row + i].data_ptr(),
                 0,
-                prompts.length,
+                length,
                 k_pntd[i].data_ptr(),
                 v_pnte[i].data_ptr(),
             )
@@ -336,7 +341,7 @@ class CudaAttention(AttentionBackend, RotatesOnAppend):
     def close(self) -> None:
         if self._native is not None:
             torch.cuda.synchronize(self._device)  # nothing may still use the workspace
-        self._native = self._plans = self._planned = self._appended = None
+        self._native = self._plans = self._planned = self._appended = self._prompts = None
         self._own = None
 
     def _take_memory(
@@ -413,9 +418,10 @@ def count() -> int:
     return torch.cuda.device_count()
 
 
-def _layer(spec: KVSpec) -> _Layer:
+def _layer(spec: KVSpec, prompts: PromptAttention | None) -> _Layer:
     stored = STORED[spec.dtype]
-    return _Layer(spec, stored, _WIDE if stored == torch.float8_e4m3fn else (stored,))
+    taken = _WIDE if stored == torch.float8_e4m3fn else (stored,)
+    return _Layer(spec, stored, taken, prompts is not None and prompts.serves(spec))
 
 
 def _add_layer(native: _native.CudaAttentionPool, spec: KVSpec, num_heads: int) -> None:

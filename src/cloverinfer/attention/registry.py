@@ -35,12 +35,16 @@ def gpus() -> tuple[int, str]:
     return (0, reason) if reason else (cuda.count(), "")
 
 
-def create_backend(name: str, threads: int = 1, batch_invariant: bool = False) -> AttentionBackend:
+def create_backend(
+    name: str, threads: int = 1, batch_invariant: bool = False, prompt_attention: str = "auto"
+) -> AttentionBackend:
     """The backend called ``name`` with ``threads`` compute threads; ``ConfigError`` if unknown.
-    ``batch_invariant`` means something to ``cuda`` alone.
+    ``batch_invariant`` and ``prompt_attention`` mean something to ``cuda`` alone.
     """
     if name not in _CLASSES:
         raise ConfigError(f"unknown attention backend {name!r}; known: {', '.join(_CLASSES)}")
     module = importlib.import_module(f".{name}", __package__)
     make: Callable[..., AttentionBackend] = getattr(module, _CLASSES[name])
-    return make(threads, batch_invariant) if name == "cuda" else make(threads)
+    if name == "cuda":
+        return make(threads, batch_invariant, prompt_attention)
+    return make(threads)

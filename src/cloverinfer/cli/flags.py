@@ -25,6 +25,7 @@ from ..config.cluster import (
     LOAD_FORMATS,
     LOWERINGS,
     MODEL_IMPLS,
+    PROMPT_ATTENTIONS,
     QUANTIZATIONS,
     TOPOLOGIES,
     TRANSPORTS,
@@ -92,6 +93,9 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     option(
         group, "--attention-backend", "cluster.attention_backend", text, choices=ATTENTION_BACKENDS
     )
+    text = "what attends over prompts on GPUs; auto: what measured best "
+    text += f"(default: {cluster.prompt_attention})"
+    option(group, "--prompt-attention", "cluster.prompt_attention", text, choices=PROMPT_ATTENTIONS)
     text = (
         "attention and bfloat16 products on GPUs whose results do not change with the batch; slower"
     )

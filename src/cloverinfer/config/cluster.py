@@ -16,6 +16,7 @@ TOPOLOGIES = ("colocated", "pd", "pda")
 EXECUTORS = ("local", "process", "ray")
 TRANSPORTS = ("auto", "inproc", "cuda_ipc", "shm", "rdma", "tcp", "ray", "nixl")
 ATTENTION_BACKENDS = ("auto", "cpu", "cuda", "torch")
+PROMPT_ATTENTIONS = ("auto", "own", "flash-attn", "flashinfer")
 MOST = 10**9
 """No count or size means anything beyond it."""
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
@@ -49,6 +50,7 @@ _CHOICES = {
     "executor": EXECUTORS,
     "transport": TRANSPORTS,
     "attention_backend": ATTENTION_BACKENDS,
+    "prompt_attention": PROMPT_ATTENTIONS,
     "layer_loop": ("auto", "python"),
 }
 
@@ -235,6 +237,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     nixl."""
     attention_backend: str = "auto"
     """auto (cuda where nodes are on a GPU, else cpu), cpu, cuda or torch."""
+    prompt_attention: str = "auto"
+    """What attends over prompts on GPUs: auto (what measured best: PyTorch's kernels for whole
+    prompts where they pay, else our own), own, or a library of yours for rows of 64 query tokens
+    and more, flash-attn or flashinfer, where it serves the layer."""
     batch_invariant: bool = False
     """Attention on GPUs with splits that depend on a request alone, and products with bfloat16
     weights (compute capability 9.0) whose rows do not depend on each other, so that a request's
@@ -263,6 +269,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             _check("cluster", field, value, value in known, f"one of {', '.join(known)}")
         given = self.batch_invariant
         _check("cluster", "batch_invariant", given, isinstance(given, bool), "true or false")
+        way = self.prompt_attention
+        good = not given or way in ("auto", "own")
+        _check("cluster", "prompt_attention", way, good, "auto or own with batch_invariant")
         _int_at_least(
             "cluster",
             self,

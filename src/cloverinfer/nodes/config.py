@@ -39,6 +39,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """See ``ClusterConfig``."""
     batch_invariant: bool = False
     """See ``ClusterConfig``."""
+    prompt_attention: str = "auto"
+    """See ``ClusterConfig``."""
     device: str = "cpu"
     """Where the node computes and its pool is: cpu, or cuda:N."""
     device_nodes: int = 1

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from ..attention.borrow import borrow_bytes
 from ..core.errors import CloverError
 
 Outputs = tuple[torch.Tensor, ...]
@@ -111,22 +112,10 @@ class CudaDevice(Device):
         return CudaEvent(self.stream)
 
 
-class _Memory:
-    """A tensor's memory, described as other libraries would."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (x.nbytes,),
-            "typestr": "|u1",
-            "data": (x.data_ptr(), False),
-            "version": 3,
-        }
-
-
 def borrow(x: torch.Tensor) -> torch.Tensor:
     """The same numbers without holding their memory. ``x`` is contiguous."""
     assert x.is_contiguous()
     if x.numel() == 0:
         return torch.empty_like(x)
-    flat = torch.as_tensor(_Memory(x), device=x.device)
+    flat = borrow_bytes(x.data_ptr(), x.nbytes, x.device)
     return flat.view(x.dtype).view(x.shape)

@@ -46,7 +46,12 @@ def largest_step_bytes(
     lengths = lengths_of(most, config.max_rows, model.max_model_len)
     size = config.cache.block_size
     with device.taking_memory(f"a step of {sum(lengths)} tokens"), torch.inference_mode():
-        backend = create_backend(config.attention_backend, config.threads, config.batch_invariant)
+        backend = create_backend(
+            config.attention_backend,
+            config.threads,
+            config.batch_invariant,
+            config.prompt_attention,
+        )
         backend.allocate(PoolLayout(specs, size, blocks_of(lengths, size)), model.arch.num_heads)
         try:
             return device.peak_of(lambda: run_largest_step(half, backend, lengths, size))

@@ -38,9 +38,10 @@ def make_backend(
     """The backend over the node's pool, or over memory of its own."""
     name = config.attention_backend
     name = auto_backend("cpu") if name == "auto" else name
-    if config.batch_invariant and name != "cuda":
-        log.warning("cluster.batch_invariant changes nothing for attention backend %s", name)
-    backend = create_backend(name, config.threads, config.batch_invariant)
+    for field, usual in (("batch_invariant", False), ("prompt_attention", "auto")):
+        if name != "cuda" and getattr(config, field) != usual:
+            log.warning("cluster.%s changes nothing for attention backend %s", field, name)
+    backend = create_backend(name, config.threads, config.batch_invariant, config.prompt_attention)
     backend.allocate(layout, num_heads, None if pool is None else pool.buffer)
     return backend
 

@@ -129,6 +129,7 @@ def node_configs(
             attention_backend=backend_at(cluster, devices[name]),
             layer_loop=cluster.layer_loop,
             batch_invariant=cluster.batch_invariant,
+            prompt_attention=cluster.prompt_attention,
             threads=cluster.threads or places[name].cores,
             lanes=limits.num_wavefronts,
             max_rows=limits.rows,

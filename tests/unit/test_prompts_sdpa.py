@@ -7,15 +7,26 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cloverinfer.attention._cuda_prompts import (
+from cloverinfer.attention.prompts.base import Span, plan_spans
+from cloverinfer.attention.prompts.sdpa import (
     PREPARE_SECONDS,
     Library,
-    Prompts,
     Saving,
+    SdpaPrompts,
     Shapes,
     find_prompts,
-    plan_prompts,
 )
+
+
+def whole(row: int, count: int, start: int, length: int) -> Span:
+    return Span(row, start, (length,) * count, (length,) * count)
+
+
+def sdpa_by(shapes: Shapes) -> SdpaPrompts:
+    """Without a pool."""
+    way = SdpaPrompts.__new__(SdpaPrompts)
+    way._shapes = shapes
+    return way
 
 
 def eventually(holds: Callable[[], bool]) -> bool:
@@ -31,27 +42,28 @@ def test_prompts_of_one_length_that_follow_each_other_are_one_call() -> None:
     starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
     found = find_prompts(starts, lengths)
     assert found == [
-        Prompts(0, 2, 0, 300),
-        Prompts(3, 1, 601, 300),
-        Prompts(6, 2, 1401, 256),
+        whole(0, 2, 0, 300),
+        whole(3, 1, 601, 300),
+        whole(6, 2, 1401, 256),
     ]
-    assert found[0].end == 600
+    assert (found[0].rows, found[0].tokens) == (slice(0, 2), slice(0, 600))
 
 
 def test_others_rows_are_left_to_the_paged_kernel() -> None:
     lengths = torch.tensor([300, 7, 300], dtype=torch.int32)
-    planned = plan_prompts([0, 300, 301, 601], lengths.tolist(), lengths, Shapes(1.0, None))
+    way = sdpa_by(Shapes(1.0, None))
+    planned = plan_spans(way, [0, 300, 301, 601], lengths.tolist(), lengths)
     assert planned is not None
     assert planned.rest_r.tolist() == [0, 7, 0]
     assert lengths.tolist() == [300, 7, 300]
-    assert not planned.all_prompts
-    assert plan_prompts([0, 1, 2], [5, 9], lengths[:2], Shapes(1.0, None)) is None
+    assert not planned.all_rows
+    assert plan_spans(way, [0, 1, 2], [5, 9], lengths[:2]) is None
 
 
 def test_a_shape_pays_once_it_would_have_saved_its_preparation() -> None:
     each = PREPARE_SECONDS / 2.5
     shapes = Shapes(2 / 512**2, Saving(500, each))
-    again, other, short = Prompts(0, 1, 0, 512), Prompts(0, 2, 0, 512), Prompts(0, 1, 0, 499)
+    again, other, short = whole(0, 1, 0, 512), whole(0, 2, 0, 512), whole(0, 1, 0, 499)
     assert [shapes.pay(again) for _ in range(5)] == [False, False, False, True, True]
     assert [shapes.pay(other) for _ in range(3)] == [False, False, True]
     assert not any(shapes.pay(short) for _ in range(9))
@@ -61,7 +73,7 @@ def test_a_shape_waits_for_the_library_which_no_step_waits_for() -> None:
     may_load, waited = threading.Event(), list[bool]()
     library = Library(lambda: waited.append(may_load.wait(30)))
     shapes = Shapes(2 / 512**2, Saving(500, PREPARE_SECONDS), library)
-    some = Prompts(0, 1, 0, 512)
+    some = whole(0, 1, 0, 512)
     assert [shapes.pay(some) for _ in range(3)] == [False] * 3
     may_load.set()
     assert eventually(lambda: shapes.pay(some))

@@ -1,8 +1,8 @@
-"""Fresh prompts on a GPU: rows that are whole prompts, which PyTorch's fused kernels attend over.
+"""Fresh prompts by PyTorch's fused kernels: rows that are whole prompts, where that pays.
 
-It finds them from what the host knows of a step, puts those of one length that follow each other
-into one call, and knows which layers and devices the kernels serve, and when they pay: cuDNN, the
-fastest on compute capability 9.0, takes seconds to load, and long to prepare for each new shape.
+It puts those of one length that follow each other into one call, and knows which layers and devices
+the kernels serve, and when they pay: cuDNN, the fastest on compute capability 9.0, takes seconds to
+load, and long to prepare for each new shape.
 
 Shapes: p prompts, t tokens of each, h query heads, n KV heads, d the key size, e the value size.
 """
@@ -16,7 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kvcache.layout import KVSpec
+from ...kvcache.layout import KVSpec
+from ..rows import merge_sinks
+from .base import DeviceRows, PromptAttention, PromptPool, Span
 
 log = logging.getLogger(__name__)
 PROMPT_LEAST = 256
@@ -30,35 +32,6 @@ _LOADING = 1024
 """Tokens of the call that loads cuDNN; a call of a few leaves some of it to be loaded."""
 _SIZES = (64, 80, 96, 128, 256)
 """Head sizes of our kernels."""
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Fresh prompts of one length, one after the other."""
-
-    row: int
-    """The first one's."""
-    count: int
-    start: int
-    """Its first token's index in the step."""
-    length: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count * self.length
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What the host knew of a step before its layers."""
-
-    lengths_r: torch.Tensor
-    """The step's, on the device, by which its calls are known."""
-    prompts: list[Prompts]
-    rest_r: torch.Tensor
-    """``lengths_r`` with 0 for the prompts."""
-    all_prompts: bool
-    """There are no other rows."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +88,9 @@ class Shapes:
         self._library = library
         self._saved: dict[tuple[int, int], float] = {}
 
-    def pay(self, prompts: Prompts) -> bool:
+    def pay(self, prompts: Span) -> bool:
         """Asked once for each step that has them."""
-        saving, count, length = self._saving, prompts.count, prompts.length
+        saving, count, length = self._saving, len(prompts.counts), prompts.lengths[0]
         if saving is None:
             return True
         if count * length < saving.least:
@@ -132,38 +105,53 @@ class Shapes:
         return False
 
 
-def find_prompts(starts: Sequence[int], lengths: Sequence[int]) -> list[Prompts]:
-    found: list[Prompts] = []
+class SdpaPrompts(PromptAttention):
+    """What ``auto`` stands for: all other rows are left to our kernels."""
+
+    least = PROMPT_LEAST
+
+    @staticmethod
+    def missing() -> str:
+        return ""
+
+    def __init__(self, pool: PromptPool) -> None:
+        self._pool = pool
+        layout, device = pool.layout, pool.memory.device
+        self._shapes = shapes_for(layout.specs, pool.num_heads, layout.block_size, device)
+
+    def serves(self, spec: KVSpec) -> bool:
+        plain = spec.window is None and spec.softcap is None and spec.alibi_slopes is None
+        return plain and spec.dtype != "float32" and spec.k_dim == spec.v_dim
+
+    def spans(self, starts: Sequence[int], lengths: Sequence[int]) -> list[Span]:
+        return [some for some in find_prompts(starts, lengths) if self._shapes.pay(some)]
+
+    def attend(
+        self, layer: int, span: Span, q_thd: torch.Tensor, rows: DeviceRows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        spec, shape = self._pool.layout.specs[layer], (len(span.counts), span.lengths[0])
+        k_pntd, v_pnte, scale = self._pool.keys_values(layer, span, q_thd.dtype, rows)
+        q_phtd = q_thd.unflatten(0, shape).transpose(1, 2)
+        o_phte, lse_pht = sdpa(q_phtd, k_pntd, v_pnte, scale)
+        if spec.v_scale != 1.0:
+            o_phte = o_phte * spec.v_scale
+        o_the, lse_th = o_phte.transpose(1, 2).flatten(0, 1), lse_pht.mT.flatten(0, 1)
+        return merge_sinks(spec, o_the, lse_th)
+
+
+def find_prompts(starts: Sequence[int], lengths: Sequence[int]) -> list[Span]:
+    """Whole prompts; those of one length that follow each other are one span."""
+    found: list[Span] = []
     for row, length in enumerate(lengths):
         if not length == starts[row + 1] - starts[row] >= PROMPT_LEAST:
             continue
         last = found[-1] if found else None
-        if last and last.length == length and last.row + last.count == row:
-            found[-1] = Prompts(last.row, last.count + 1, last.start, length)
+        if last and last.lengths[0] == length and last.rows.stop == row:
+            both = (*last.lengths, length)
+            found[-1] = Span(last.row, last.start, both, both)
         else:
-            found.append(Prompts(row, 1, starts[row], length))
+            found.append(Span(row, starts[row], (length,), (length,)))
     return found
-
-
-def plan_prompts(
-    starts: Sequence[int], lengths: Sequence[int], lengths_r: torch.Tensor, shapes: Shapes
-) -> Planned | None:
-    """None where no prompts are worth it. ``lengths_r``: the same as ``lengths``."""
-    prompts = [some for some in find_prompts(starts, lengths) if shapes.pay(some)]
-    if not prompts:
-        return None
-    count = sum(some.count for some in prompts)
-    rest = lengths_r
-    if count < len(lengths):
-        rest = lengths_r.clone()
-        for some in prompts:
-            rest[some.row : some.row + some.count] = 0
-    return Planned(lengths_r, prompts, rest, count == len(lengths))
-
-
-def sdpa_serves(spec: KVSpec, stored: torch.dtype) -> bool:
-    plain = spec.window is None and spec.softcap is None and spec.alibi_slopes is None
-    return plain and stored != torch.float32 and spec.k_dim == spec.v_dim
 
 
 def shapes_for(
