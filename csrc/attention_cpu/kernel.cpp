@@ -40,6 +40,7 @@ void score(int k_dim, const typename K::Number* q, const Tile<typename K::Stored
         sums[r][3] = K::add(sums[r][3], x, k3);
       }
     }
+    ahead.some();
     for (int r = 0; r < R; ++r)
       quads[r][quad] = fold_four(K::added(sums[r][0]), K::added(sums[r][1]), K::added(sums[r][2]),
                                  K::added(sums[r][3]));
@@ -93,11 +94,13 @@ struct Softener {
 
   // Turns a row's scores into weights relative to its largest score so far; updates its `best` and
   // `total`, and says by what its earlier sums shrink.
-  float soften(const Sight& sight, float* scores, float* best, float* total) const {
+  CLOVER_HEADER_INLINE float soften(const Sight& sight, Ahead<T>& ahead, float* scores, float* best,
+                                    float* total) const {
     Ints lanes;
     for (int i = 0; i < kWidth; ++i) lanes[i] = i;
     Vec top = splat(-kInfinity);
     for (int i = 0; i < tile.count; i += kWidth) {
+      ahead.some();
       const Vec s = final_score(sight, load(scores + i), lanes + i, i);
       store(scores + i, s);
       top = bigger(top, s);
@@ -110,6 +113,7 @@ struct Softener {
     }
     Vec sums = {};
     for (int i = 0; i < tile.count; i += kWidth) {
+      ahead.some();
       Vec weight = exponential(load(scores + i) - next);
       sums += weight;
       if (kScaled<T>) weight *= load(value_scales + i);
@@ -266,19 +270,22 @@ int rounds(const Layer& layer, int rows, int count) {
   const int parts = layer.v_dim / most + left / pair + (left % pair + K::kStep - 1) / K::kStep;
   const int scored = (count + kWidth - 1) / kWidth * (kWidth / 4);
   const int added = K::kInOrder ? count : (count + 1) / 2;
-  return chunks * (scored * ((layer.k_dim + K::kStep - 1) / K::kStep) + added * parts);
+  const int softened = rows * 2 * ((count + kWidth - 1) / kWidth);
+  return chunks * (scored * ((layer.k_dim + K::kStep - 1) / K::kStep + 1) + added * parts) +
+         softened;
 }
 
 template <typename K>
-void compute(const Layer& layer, const Span& span, int64_t at, const Tile<typename K::Stored>& tile,
-             Ahead<typename K::Stored>& ahead, const Work<K>& work) {
+CLOVER_INLINE void compute(const Layer& layer, const Span& span, int64_t at,
+                           const Tile<typename K::Stored>& tile, Ahead<typename K::Stored>& ahead,
+                           const Work<K>& work) {
   const int rows = span.queries * layer.group;
   over_rows(rows, ScoreRows<K>{layer, tile, ahead, work.q, work.scores});
   const Softener<typename K::Stored> softener(layer, tile);
   for (int r = 0; r < rows; ++r) {
     float* scores = work.scores + r * kTile;
     const Sight sight = sight_of(layer, span, r, at, tile.count, kSteps<K> ? work.q_steps[r] : 1);
-    work.decay[r] = softener.soften(sight, scores, work.best + r, work.total + r);
+    work.decay[r] = softener.soften(sight, ahead, scores, work.best + r, work.total + r);
     take_weights(scores, tile.count, r, work);
   }
   over_rows(rows, AddRows<K>{layer, tile, ahead, work});

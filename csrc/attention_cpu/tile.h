@@ -68,51 +68,56 @@ void locate(const Layer& layer, const Span& span, int64_t at, Tile<T>& tile) {
 
 // Asks for the lines of the tile after this one while this one is computed. What memory can have
 // under way at a time is little, about 30 lines a core, so it idles whenever nobody asks: the lines
-// are spread evenly over all of the tile's inner loops, of which each round is a call of `some`.
-// Into the second level, as a whole tile is more than the first one can wait for; rows of keys and
-// of values take turns, as two streams are read faster than one.
+// are spread evenly over all of the tile's loops, softmax included, of which each round is a call
+// of `some`. Into the second level, as a whole tile is more than the first one can wait for; rows
+// of keys and of values take turns, as two streams are read faster than one. All of it must stay in
+// registers: no arrays that are indexed, and whoever calls `some` is inlined.
 template <typename T>
 class Ahead {
  public:
   // `next` may be null; `calls` of `some` will follow.
   Ahead(const Tile<T>* next, const Layer& layer, int calls)
       : next_(next),
-        bytes_{layer.k_dim * static_cast<int>(sizeof(T)),
-               layer.v_dim * static_cast<int>(sizeof(T))},
-        rows_(next ? 2 * next->count : 0) {
-    const int lines = (bytes_[0] + 63) / 64 + (bytes_[1] + 63) / 64;
-    rate_ = calls > 0 ? (rows_ / 2 * lines * kLine + calls - 1) / calls : 0;
+        key_bytes_(layer.k_dim * static_cast<int>(sizeof(T))),
+        value_bytes_(layer.v_dim * static_cast<int>(sizeof(T))) {
+    if (!next || calls == 0) return;
+    const int pairs = next->count * ((key_bytes_ + kPair - 1) / kPair) +
+                      next->count * ((value_bytes_ + kPair - 1) / kPair);
+    rate_ = (pairs * kCost + calls - 1) / calls;
   }
 
   CLOVER_HEADER_INLINE void some() {
-    for (credit_ += rate_; credit_ >= kLine; credit_ -= kLine) {
+    for (credit_ += rate_; credit_ >= kCost; credit_ -= kCost) {
       if (at_ >= end_) open();
       __builtin_prefetch(at_, 0, 2);
-      at_ += 64;
+      __builtin_prefetch(at_ + kPair / 2, 0, 2);
+      at_ += kPair;
     }
   }
 
  private:
-  static constexpr int kLine = 256;  // credit that a line costs
+  static constexpr int kPair = 128;  // bytes of two lines, which are asked for together
+  static constexpr int kCost = 256;  // credit that they cost
 
-  // The next row; at the end the last line again, which costs nothing.
+  // The next row; at the end the last lines again, which costs nothing.
   CLOVER_HEADER_INLINE void open() {
-    if (row_ == rows_) {
-      at_ = end_ - 64;
+    const int i = row_ / 2;
+    const bool value = row_ % 2;
+    if (i >= next_->count) {
+      at_ = end_ - kPair;
       return;
     }
-    const int i = row_ / 2, side = row_ % 2;
-    at_ = reinterpret_cast<const char*>(side ? next_->values[i] : next_->keys[i]);
-    end_ = at_ + bytes_[side];
+    at_ = reinterpret_cast<const char*>(value ? next_->values[i] : next_->keys[i]);
+    end_ = at_ + (value ? value_bytes_ : key_bytes_);
     if (kScaled<T> && i % 8 == 0)
-      __builtin_prefetch(side ? next_->value_scales[i] : next_->key_scales[i], 0, 2);
+      __builtin_prefetch(value ? next_->value_scales[i] : next_->key_scales[i], 0, 2);
     ++row_;
   }
 
   const Tile<T>* next_;
-  const int bytes_[2];
-  const int rows_;
-  int rate_;
+  const int key_bytes_;
+  const int value_bytes_;
+  int rate_ = 0;
   int credit_ = 0;
   int row_ = 0;
   const char* at_ = nullptr;
