@@ -80,8 +80,13 @@ def finish(rows: list[Row], json_path: Path | None) -> None:
             + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
             + " |"
         )
+    write(rows, json_path)
+
+
+def write(rows: list[Row], json_path: Path | None) -> None:
+    """Writes the rows to a file where one is asked for."""
     if json_path is not None:
-        json_path.write_text(json.dumps(dicts, indent=2) + "\n")
+        json_path.write_text(json.dumps([row.as_dict() for row in rows], indent=2) + "\n")
 
 
 def _cell(value: Any) -> str:

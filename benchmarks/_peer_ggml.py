@@ -1,5 +1,5 @@
 """ggml's flash attention for one decode token of each request, in llama-cpp-python's environment;
-one job on standard input. Keys and values lie in order; one graph holds a node for each copy.
+a job a line on standard input. Keys and values lie in order; one graph holds a node for each copy.
 """
 
 import ctypes
@@ -34,6 +34,8 @@ def declared(base, cpu):
         (base, "ggml_build_forward_expand", None, [pointer, pointer]),
         (base, "ggml_backend_alloc_ctx_tensors", pointer, [pointer, pointer]),
         (base, "ggml_backend_graph_compute", ctypes.c_int, [pointer, pointer]),
+        (base, "ggml_backend_buffer_free", None, [pointer]),
+        (base, "ggml_free", None, [pointer]),
         (base, "ggml_get_data", pointer, [pointer]),
         (base, "ggml_nbytes", ctypes.c_size_t, [pointer]),
         (cpu, "ggml_backend_cpu_init", pointer, []),
@@ -44,9 +46,16 @@ def declared(base, cpu):
 
 
 def main():
-    job = json.load(sys.stdin)
     base, cpu = library("libggml-base.so"), library("libggml-cpu.so")
     declared(base, cpu)
+    backend = cpu.ggml_backend_cpu_init()
+    cpu.ggml_backend_cpu_set_n_threads(backend, int(os.environ["OMP_NUM_THREADS"]))
+    for line in sys.stdin:
+        job = json.loads(line)
+        print(json.dumps({"seconds": measured(base, backend, job)}), flush=True)
+
+
+def measured(base, backend, job):
     copies, batch, dim = job["copies"], job["batch"], job["dim"]
     context = base.ggml_init(Params((copies * 4 + 64) * 1024, None, True))
     graph = base.ggml_new_graph_custom(context, copies * 4 + 64, False)
@@ -58,21 +67,23 @@ def main():
         stored += [k, v]
         node = base.ggml_flash_attn_ext(context, q, k, v, None, dim**-0.5, 0.0, 0.0)
         base.ggml_build_forward_expand(graph, node)
-    backend = cpu.ggml_backend_cpu_init()
-    cpu.ggml_backend_cpu_set_n_threads(backend, int(os.environ["OMP_NUM_THREADS"]))
-    assert base.ggml_backend_alloc_ctx_tensors(context, backend)
+    buffer = base.ggml_backend_alloc_ctx_tensors(context, backend)
+    assert buffer
     for tensor in [q, *stored]:  # 0x38 bytes are ordinary numbers in every type
         ctypes.memset(base.ggml_get_data(tensor), 0x38, base.ggml_nbytes(tensor))
 
     def seconds():
         done, started = 0, time.perf_counter()
-        while done == 0 or time.perf_counter() - started < 0.05:
+        while done == 0 or time.perf_counter() - started < job["least"]:
             assert base.ggml_backend_graph_compute(backend, graph) == 0
             done += copies
         return (time.perf_counter() - started) / done
 
     seconds()
-    print(json.dumps({"seconds": min(seconds() for _ in range(job["rounds"]))}))
+    best = min(seconds() for _ in range(job["rounds"]))
+    base.ggml_backend_buffer_free(buffer)
+    base.ggml_free(context)
+    return best
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""vLLM's paged attention on the CPU for one decode token of each request, in its environment; one
-job on standard input. Blocks of 32 in random order; bfloat16 for int8, which it does not store.
+"""vLLM's paged attention on the CPU for one decode token of each request, in its environment; a
+job a line on standard input. Blocks of 32 in random order; bfloat16 for int8, which it does not
+store.
 """
 
 import json
@@ -10,7 +11,16 @@ BLOCK = 32
 
 
 def main():
-    job = json.load(sys.stdin)
+    for line in sys.stdin:
+        job = json.loads(line)
+        try:
+            answer = {"seconds": measured(job)}
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            answer = {"refused": str(error).splitlines()[0]}
+        print(json.dumps(answer), flush=True)
+
+
+def measured(job):
     import torch
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
@@ -41,15 +51,15 @@ def main():
 
     def seconds():
         done, started = 0, time.perf_counter()
-        while done == 0 or time.perf_counter() - started < 0.05:
+        while done == 0 or time.perf_counter() - started < job["least"]:
             for table in tables:
                 call(table)
             done += len(tables)
         return (time.perf_counter() - started) / done
 
-    seconds()
+    call(tables[0])
     assert (out.float() - 0.5).abs().max() < 0.01
-    print(json.dumps({"seconds": min(seconds() for _ in range(job["rounds"]))}))
+    return min(seconds() for _ in range(job["rounds"]))
 
 
 if __name__ == "__main__":

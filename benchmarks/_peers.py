@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 from cloverinfer.models import ResolvedModel, load_tokenizer
@@ -48,12 +51,62 @@ def run_peer(
     return _run(python, SCRIPTS[name], job, threads)
 
 
-def run_kernel_peer(peer: str, job: dict[str, object], threads: int) -> dict[str, float]:
-    """Seconds of a peer's attention kernel on one shape."""
-    name, _, python = peer.partition("=")
-    if name not in KERNELS or not python:
-        raise SystemExit(f"--peer {peer}: want NAME=PYTHON with NAME one of {', '.join(KERNELS)}")
-    return _run(python, KERNELS[name], job, threads)
+class KernelPeer:
+    """A peer's attention kernel, in one process for all shapes: a line for each job and answer."""
+
+    def __init__(self, peer: str, threads: int) -> None:
+        self.name, _, python = peer.partition("=")
+        if self.name not in KERNELS or not python:
+            known = ", ".join(KERNELS)
+            raise SystemExit(f"--peer {peer}: want NAME=PYTHON with NAME one of {known}")
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by close()
+        self._process = subprocess.Popen(
+            [python, str(Path(__file__).parent / KERNELS[self.name])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            bufsize=0,
+        )
+
+    def seconds(self, job: dict[str, object], timeout: float = 120) -> float | None:
+        """Of one call; None where the peer does not take such a shape."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job).encode() + b"\n")
+        until = time.monotonic() + timeout
+        while not (line := self._line(until)).startswith(b"{"):
+            pass  # what its libraries log
+        answer = json.loads(line)
+        if "refused" in answer:
+            print(f"{self.name}: {answer['refused']}")
+        return answer.get("seconds")
+
+    def _line(self, until: float) -> bytes:
+        out = self._process.stdout
+        assert out is not None
+        line = b""
+        while not line.endswith(b"\n"):
+            if not select.select([out], [], [], max(0.0, until - time.monotonic()))[0]:
+                raise SystemExit(f"{self.name} has not answered in time")
+            byte = out.read(1)
+            if not byte:
+                self._errors.seek(0)
+                raise SystemExit(f"{self.name} failed:\n{self._errors.read()[-2000:]}")
+            line += byte
+        return line
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(10)
+        self._process.stdout.close()
+        self._errors.close()
 
 
 def _run(python: str, script: str, job: dict[str, object], threads: int) -> dict[str, float]:

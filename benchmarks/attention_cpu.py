@@ -4,13 +4,17 @@ One token of each request attends over a context of its own, through the backend
 calls rotate over block tables that name, in random order, more than twice the last-level cache. The
 floor is the KV's bytes over the read bandwidth, or the multiply-adds over their peak, whichever is
 longer. On a shared machine the bandwidth moves, so it is measured before and after every round of
-calls: `of floor` is the median of the rounds' ratios, each to the bandwidth of its own time.
+calls: `of floor` is the median of the rounds' ratios, each to the bandwidth of its own time. Such
+a read is in order. The second floor, `paged`, is a bare loop over the call's own runs of memory, a
+block's keys and values of one head at a time, in the call's order, asked for ahead (needs ``c++``).
 
-Peers: ``sdpa`` is PyTorch's kernel, over keys and values that lie in order (in bfloat16 for int8
-rows); ``--peer llama.cpp=PYTHON`` adds ggml's flash attention, in order too (q8_0 for int8), and
-``--peer vllm=PYTHON`` vLLM's, over blocks (bfloat16 for int8).
+Peers, over rows above 512 MiB with a part of the requests: ``sdpa`` is PyTorch's kernel, over keys
+and values that lie in order (in bfloat16 for int8 rows); ``--peer llama.cpp=PYTHON`` adds ggml's
+flash attention, in order too (q8_0 for int8), and ``--peer vllm=PYTHON`` vLLM's, over blocks
+(bfloat16 for int8).
 
-A grid takes long; ``--part 2/5`` runs its second fifth, ``--merge`` prints what ``--json`` wrote.
+A grid takes long; ``--part 2/5`` runs its second fifth, ``--merge`` prints what ``--json`` wrote,
+and how many rows meet the goals.
 
     python benchmarks/attention_cpu.py --rows 'b16-c4k-*' --peer llama.cpp=/path/to/venv/bin/python
 
@@ -28,13 +32,14 @@ import re
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from _common import Row, describe_run, finish, parser, peak_flops
-from _peers import run_kernel_peer
+from _common import Row, describe_run, finish, parser, peak_flops, write
+from _paged import PagedReader, runs_of
+from _peers import KernelPeer
 from cloverinfer.attention.cpu import CpuAttention
 from cloverinfer.kvcache.layout import KVSpec, PoolLayout, blocks_for
 
@@ -46,7 +51,14 @@ QUICK = "b4-c1k-*-bfloat16"
 BLOCK = 32
 LARGEST = 4 << 30
 """Bytes of KV; larger rows are named and left out."""
+PEER_LARGEST = 512 << 20
+"""Bytes of KV that peers run over; their time is multiplied where a row has more."""
 ROUNDS = 5
+PEER_ROUNDS = 3
+LEAST = 0.03
+"""Seconds of a round."""
+GOAL = 0.9
+"""Of the floor, where the KV exceeds four times the last-level cache."""
 PROBE = 256 << 20
 """Bytes that the bandwidth is measured over."""
 
@@ -79,6 +91,11 @@ class Shape:
     @property
     def kv_bytes(self) -> int:
         return self.batch * self.context * self.spec.token_bytes
+
+    @property
+    def run_bytes(self) -> int:
+        """A block's keys, or values, of one head."""
+        return BLOCK * self.dim * (1 if self.dtype == "int8" else self.compute.itemsize)
 
     @property
     def flops(self) -> int:
@@ -117,13 +134,12 @@ class Rotation:
 
     def __init__(self, calls: list[Callable[[], object]]) -> None:
         self.calls = calls
-        for call in calls[:2]:
-            call()
+        calls[0]()
 
-    def seconds(self, least: float = 0.05) -> float:
-        """Of one call, over at least one turn and ``least`` seconds."""
+    def seconds(self) -> float:
+        """Of one call, over at least one turn and ``LEAST`` seconds."""
         done, started = 0, time.perf_counter()
-        while done == 0 or time.perf_counter() - started < least:
+        while done == 0 or time.perf_counter() - started < LEAST:
             for call in self.calls:
                 call()
             done += len(self.calls)
@@ -142,11 +158,13 @@ def memory(nbytes: int) -> memoryview:
     return memoryview(pages)
 
 
-def our_calls(shape: Shape, copies: int, threads: int) -> Rotation:
+def our_calls(shape: Shape, copies: int, threads: int) -> tuple[Rotation, torch.Tensor]:
+    """And the addresses that they read, at most of ``PROBE`` bytes."""
     needed = shape.batch * blocks_for(shape.context, BLOCK)
     layout = PoolLayout((shape.spec,), BLOCK, needed * copies)
     backend = CpuAttention(threads)
-    backend.allocate(layout, shape.heads, memory(layout.total_bytes))
+    pool = memory(layout.total_bytes)
+    backend.allocate(layout, shape.heads, pool)
     step = 1 << 12
     k, v = torch.randn(2, step, shape.kv_heads, shape.dim).to(shape.compute).unbind()
     total = layout.num_blocks * BLOCK
@@ -158,7 +176,11 @@ def our_calls(shape: Shape, copies: int, threads: int) -> Rotation:
     q = torch.randn(shape.batch, shape.heads, shape.dim).to(shape.compute)
     starts = torch.arange(shape.batch + 1, dtype=torch.int32)
     lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32)
-    return Rotation([lambda t=t: backend.attend(0, q, starts, t, lengths) for t in tables])
+    calls = Rotation([lambda t=t: backend.attend(0, q, starts, t, lengths) for t in tables])
+    base = torch.frombuffer(pool, dtype=torch.uint8).data_ptr()
+    block_bytes = layout.total_bytes // layout.num_blocks
+    runs = runs_of(base, block_bytes, shape.kv_heads, shape.run_bytes, tables.flatten(0, 1))
+    return calls, runs[: PROBE // shape.run_bytes]
 
 
 def sdpa_calls(shape: Shape, copies: int) -> Rotation:
@@ -188,39 +210,45 @@ class Rounds:
 
     seconds: list[float]
     bandwidth: list[float]
+    paged: list[float]  # the same of the call's own runs; empty where that was not measured
 
     def of_floor(self, nbytes: int, least: float) -> float:
         """The floor over what was measured; ``least`` is what the multiply-adds take."""
-        rounds = zip(self.seconds, self.bandwidth, strict=True)
-        return statistics.median(max(nbytes / bandwidth, least) / s for s, bandwidth in rounds)
+        return _of_floor(self.seconds, self.bandwidth, nbytes, least)
+
+    def of_paged(self, nbytes: int, least: float) -> float:
+        """The same over the paged floor."""
+        return _of_floor(self.seconds, self.paged, nbytes, least)
 
 
-def measured(rotation: Rotation, probe: Probe) -> Rounds:
+def _of_floor(seconds: list[float], bandwidth: list[float], nbytes: int, least: float) -> float:
+    rounds = zip(seconds, bandwidth, strict=True)
+    return statistics.median(max(nbytes / rate, least) / taken for taken, rate in rounds)
+
+
+def measured(rotation: Rotation, probe: Probe, paged: Callable[[], float] | None) -> Rounds:
     """Calls and probes take turns; a round's bandwidth is the mean of those around it."""
-    seconds, probed = [], [probe()]
+    seconds, probed, read = [], [probe()], []
     for _ in range(ROUNDS):
         seconds.append(rotation.seconds())
+        read += [paged()] if paged else []
         probed.append(probe())
     around = [statistics.mean(probed[i : i + 2]) for i in range(ROUNDS)]
-    return Rounds(seconds, around)
+    return Rounds(seconds, around, read)
 
 
 @dataclass
 class Bench:
     threads: int
-    peers: list[str]
+    peers: list[KernelPeer]
     peaks: dict[torch.dtype, float]
     cache: int
     probe: Probe
+    reader: PagedReader | None
 
     def rows(self, shape: Shape) -> list[Row]:
-        copies = copies_of(shape, self.cache)
-        ours = measured(our_calls(shape, copies, self.threads), self.probe)
+        ours = self.ours(shape)
         seconds = min(ours.seconds)
-        taken = {"sdpa": min(measured(sdpa_calls(shape, copies), self.probe).seconds)}
-        for peer in self.peers:
-            job = {**vars(shape), "copies": copies, "rounds": ROUNDS}
-            taken[peer.partition("=")[0]] = run_kernel_peer(peer, job, self.threads)["seconds"]
         reading = shape.kv_bytes / statistics.median(ours.bandwidth)
         computing = shape.flops / self.peaks[shape.compute]
         floor = max(reading, computing)
@@ -231,9 +259,36 @@ class Bench:
             "floor is": "reads" if floor == reading else "multiply-adds",
             "of floor": round(ours.of_floor(shape.kv_bytes, computing), 3),
             "counts": "yes" if shape.kv_bytes > 4 * self.cache else "",
-            **{f"x {name}": round(value / seconds, 2) for name, value in taken.items()},
         }
+        if ours.paged:
+            params["paged GB/s"] = round(statistics.median(ours.paged) / 1e9, 1)
+            params["of paged"] = round(ours.of_paged(shape.kv_bytes, computing), 3)
+        for name, taken in self.taken(shape).items():
+            params[f"x {name}"] = "" if taken is None else round(taken / seconds, 2)
         return [Row(shape.name, seconds * 1e6, "us", params)]
+
+    def ours(self, shape: Shape) -> Rounds:
+        calls, runs = our_calls(shape, copies_of(shape, self.cache), self.threads)
+        reader = self.reader
+        paged = (lambda: reader.bandwidth(runs, shape.run_bytes)) if reader else None
+        return measured(calls, self.probe, paged)
+
+    def taken(self, shape: Shape) -> dict[str, float | None]:
+        """Seconds of the peers; None where one does not take the shape."""
+        part = shape
+        while part.kv_bytes > PEER_LARGEST and part.batch > 4:
+            part = replace(part, batch=part.batch // 2)
+        copies = copies_of(part, self.cache)
+        calls = sdpa_calls(part, copies)
+        taken: dict[str, float | None] = {
+            "sdpa": min(calls.seconds() for _ in range(PEER_ROUNDS if part == shape else 1))
+        }
+        del calls  # its memory, before others take as much
+        job = {**vars(part), "copies": copies, "rounds": PEER_ROUNDS, "least": LEAST}
+        for peer in self.peers:
+            taken[peer.name] = peer.seconds(job)
+        times = shape.batch // part.batch
+        return {name: of_part and of_part * times for name, of_part in taken.items()}
 
 
 def arguments() -> argparse.Namespace:
@@ -257,26 +312,55 @@ def part(text: str) -> tuple[int, int]:
 
 def merged(paths: list[Path]) -> list[Row]:
     rows = [row for path in paths for row in json.loads(path.read_text())]
+    order = {shape.name: i for i, shape in enumerate(shapes(["*"]))}
+    rows.sort(key=lambda row: order[row["name"]])
     return [Row(row.pop("name"), row.pop("value"), row.pop("unit"), row) for row in rows]
+
+
+def summary(rows: list[Row]) -> str:
+    """How many rows meet the goals."""
+    counted = [row.params for row in rows if row.params["counts"]]
+    lines = [f"{len(rows)} rows, {len(counted)} of them over four times the last-level cache"]
+    for floor in ("of floor", "of paged"):
+        ratios = [params[floor] for params in counted if floor in params]
+        if ratios:
+            met = sum(ratio >= GOAL for ratio in ratios)
+            lines.append(
+                f"{floor}: {met} at {GOAL} or more, median {statistics.median(ratios):.3f}, "
+                f"least {min(ratios):.3f}"
+            )
+    for peer in dict.fromkeys(key for row in rows for key in row.params if key.startswith("x ")):
+        beaten = {row.name: row.params.get(peer) for row in rows if row.params.get(peer)}
+        slower = [name for name, ratio in beaten.items() if ratio < 1]
+        lines.append(f"{peer}: slower on {len(slower)} of {len(beaten)} rows {slower}")
+    return "\n".join(lines)
+
+
+def described(args: argparse.Namespace, bench: Bench) -> str:
+    best = max(bench.probe() for _ in range(5))
+    wide, narrow = (bench.peaks[t] / 2e9 for t in (torch.float32, torch.bfloat16))
+    return (
+        f"{describe_run(args.threads)}\nreads {best / 1e9:.1f} GB/s; multiply-adds float32 "
+        f"{wide:.0f} G/s, bfloat16 {narrow:.0f} G/s; cache {bench.cache >> 20} MiB"
+    )
 
 
 def main() -> None:
     args = arguments()
     if args.merge:
-        finish(merged(args.merge), args.json)
+        rows = merged(args.merge)
+        finish(rows, args.json)
+        print(summary(rows))
         return
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
-    print(describe_run(args.threads))
     peaks = {t: peak_flops(args.threads, t) for t in (torch.float32, torch.bfloat16)}
     # 16 bits of a float16 are widened: its products run at the rate of float32.
     peaks[torch.float16] = peaks[torch.float32]
-    bench = Bench(args.threads, args.peer, peaks, last_level_cache(), Probe())
-    best = max(bench.probe() for _ in range(5))
-    print(
-        f"reads {best / 1e9:.1f} GB/s; multiply-adds float32 {peaks[torch.float32] / 2e9:.0f} G/s, "
-        f"bfloat16 {peaks[torch.bfloat16] / 2e9:.0f} G/s; cache {bench.cache >> 20} MiB"
-    )
+    peers = [KernelPeer(peer, args.threads) for peer in args.peer]
+    reader = PagedReader.build(args.threads)
+    bench = Bench(args.threads, peers, peaks, last_level_cache(), Probe(), reader)
+    print(described(args, bench))
     rows = []
     index, count = args.part
     for shape in shapes([QUICK] if args.quick else args.rows or ["*"])[index - 1 :: count]:
@@ -285,7 +369,11 @@ def main() -> None:
             continue
         rows += bench.rows(shape)
         print(rows[-1].name, rows[-1].params, flush=True)
+        write(rows, args.json)  # what is cut short is not lost
+    for peer in peers:
+        peer.close()
     finish(rows, args.json)
+    print(summary(rows))
 
 
 if __name__ == "__main__":
