@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.vllm_interfaces import VERSIONS, base_of
 from tests.vllm_kit import FakeTensor, free_port
 
 from cloverinfer.core.errors import ConfigError
@@ -23,54 +24,14 @@ class Role(enum.Enum):
     WORKER = 1
 
 
-class Oldest:
-    """0.23: told which requests are preempted, made with or without the cache's configuration."""
+class WithoutCacheConfig(base_of("0.23.0")):
+    """As connectors could be made when that came to be."""
 
-    def __init__(self, vllm_config, role, kv_cache_config=None):
-        self.metadata = None
-
-    def bind_connector_metadata(self, connector_metadata):
-        self.metadata = connector_metadata
-
-    def register_kv_caches(self, kv_caches): ...
-    def handle_preemptions(self, preempted_req_ids): ...
-    def start_load_kv(self, forward_context, **kwargs): ...
-    def wait_for_layer_load(self, layer_name): ...
-    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs): ...
-    def wait_for_save(self): ...
-    def get_finished(self, finished_req_ids): ...
-    def get_block_ids_with_load_errors(self): ...
-    def shutdown(self): ...
-    def get_num_new_matched_tokens(self, request, num_computed_tokens): ...
-    def update_state_after_alloc(self, request, blocks, num_external_tokens): ...
-    def build_connector_meta(self, scheduler_output): ...
-    def update_connector_output(self, connector_output): ...
-    def request_finished(self, request, block_ids): ...
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config): ...
-
-
-class WithoutCacheConfig(Oldest):
     def __init__(self, vllm_config, role):
-        super().__init__(vllm_config, role)
+        super().__init__(vllm_config, role, None)
 
 
-class Newer(Oldest):
-    """0.30: preemptions come with the step's metadata, and results from worker to scheduler."""
-
-    def handle_preemptions(self, kv_connector_metadata): ...
-    def build_connector_worker_meta(self): ...
-    def has_pending_push_work(self): ...
-
-
-class Newest(Newer):
-    """0.32: results of transfers are one object, which vLLM makes of what is finished."""
-
-    def get_transfer_results(self, finished_req_ids):
-        sent, received = self.get_finished(finished_req_ids)
-        return SimpleNamespace(finished_sending=sent or set(), finished_recving=received or set())
-
-    def get_loaded_kv_cache_group_ids(self, request): ...
+Newest = base_of("0.33.0")
 
 
 class OtherCall(Newest):
@@ -132,14 +93,15 @@ def step(counts):
 @pytest.mark.parametrize(
     ("base", "version"),
     [
-        (Oldest, "0.23.1"), (WithoutCacheConfig, "0.23.1"), (Newer, "0.30.0"),
-        (Newest, "0.32.0"), (Newest, "0.33.0rc1"),
+        *((base_of(version), version) for version in VERSIONS),
+        (WithoutCacheConfig, "0.23.1"),
+        (Newest, "0.33.0rc1"),
     ],
-)  # fmt: skip
+)
 def test_each_version_finds_what_it_calls(load, base, version):
     facade, config = load(base, version), config_of(free_port())
     assert facade.requires_piecewise_for_cudagraph({})
-    planner, worker = facade(config, Role.SCHEDULER), facade(config, Role.WORKER)
+    planner, worker = (facade(config, role, None) for role in (Role.SCHEDULER, Role.WORKER))
     params = {"do_remote_prefill": True, "transfer_id": "t"}
     request = SimpleNamespace(
         request_id="r", num_prompt_tokens=40, prompt_token_ids=[1] * 40, kv_transfer_params=params
@@ -151,7 +113,7 @@ def test_each_version_finds_what_it_calls(load, base, version):
     worker.register_kv_caches({"a": FakeTensor(array, array)})
     try:
         meta = planner.build_connector_meta(step({}))
-        worker.handle_preemptions({"x"} if base is Oldest else meta)
+        worker.handle_preemptions(meta)
         worker.bind_connector_metadata(meta)
         worker.start_load_kv(None, scheduler_output=None)
         worker.wait_for_layer_load("a")
@@ -161,7 +123,7 @@ def test_each_version_finds_what_it_calls(load, base, version):
         assert planner.request_finished(request, [5, 6, 7])[0]
         worker.bind_connector_metadata(planner.build_connector_meta(step({})))
         worker.wait_for_save()
-        if issubclass(base, Newest):
+        if hasattr(base, "get_transfer_results"):
             received = worker.get_transfer_results(set()).finished_recving
         else:
             received = worker.get_finished(set())[1]

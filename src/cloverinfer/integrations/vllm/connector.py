@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,11 +150,8 @@ class RDMAConnector(KVConnectorBase_V1):
         self._courier.begin_step(connector_metadata.plan)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Takes the step's metadata or, as older versions have it, the requests."""
-        if isinstance(kv_connector_metadata, StepMetadata):
-            self._courier.preempt(kv_connector_metadata.plan.preempted)
-        elif isinstance(kv_connector_metadata, Iterable):
-            self._courier.preempt(list(kv_connector_metadata))
+        assert isinstance(kv_connector_metadata, StepMetadata)
+        self._courier.preempt(kv_connector_metadata.plan.preempted)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: loads are expected since ``bind_connector_metadata``, and arrive by
