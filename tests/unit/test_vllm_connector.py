@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from tests.vllm_child import RemoteEngine
 from tests.vllm_kit import FakeEngine, until
@@ -430,3 +434,15 @@ def test_the_same_transfer_twice_fails_the_second(engines):
     decode.until_loaded("e")
     assert decode.bad == set(decode.tables["e"])
     assert "in use" in decode.finish("e")["error"]
+
+
+def test_a_process_that_does_not_close_its_worker_ends_as_it_would_have():
+    script = "from tests.vllm_kit import FakeEngine; engine = FakeEngine('decode'); exit(3)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (3, "")

@@ -6,6 +6,7 @@ the threads: with what arrived, and, from one more, every so often.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import queue
@@ -249,6 +250,8 @@ class Courier:
         return self.wires[DOOR]
 
     def start(self) -> None:
+        # A thread that waits in native code while the interpreter ends would abort the process.
+        atexit.register(self.close)
         for wire in self.wires.values():
             wire.start()
         self._ticker.start()
@@ -281,6 +284,7 @@ class Courier:
         door.post(peer, data)
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._ticker.close()
         for wire in self.wires.values():
             wire.close()
