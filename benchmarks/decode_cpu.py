@@ -14,10 +14,13 @@ import threading
 import time
 from typing import Any
 
+import torch
+
 from _common import Row, describe_run, finish, model_parser, read_bandwidth
+from _others import Cores, doubt
 from _peers import all_peers, prompts, run_peer
 from cloverinfer import LLM, ModelConfig, SamplingParams
-from cloverinfer.models import resolve_model
+from cloverinfer.models import ResolvedModel, kv_specs, resolve_model
 
 PARTS = ("dense", "attention", "sample", "barrier")
 
@@ -33,6 +36,9 @@ class Window:
         self.begin = self.end = 0.0
         self.before: list[dict[str, Any]] = []
         self.after: list[dict[str, Any]] = []
+        self.cores: Cores | None = None
+        self.others: float | None = None
+        """Share of the cores that other programs took meanwhile."""
         self.done = threading.Event()
         self.error: Exception | None = None
 
@@ -47,9 +53,11 @@ class Window:
         self._first.add(i)
         if len(self._first) == self._count and not self.before:
             self.begin, self.before = now, self._llm.engine.nodes()
+            self.cores = Cores(row["pid"] for row in self.before)
         if item.finish_reason is not None:
             if not self.after:
                 self.end, self.after = now, self._llm.engine.nodes()
+                self.others = self.cores.share_of_others() if self.cores else None
             self._left -= 1
             if not self._left:
                 self.done.set()
@@ -142,10 +150,16 @@ def main() -> None:
     rows, steps = [], []
     for batch in args.batches:
         floor = batch * bandwidth / weight_bytes
+        with_kv = batch * bandwidth / (weight_bytes + batch * kv_bytes(args, resolved))
         for topology, by_batch in windows.items():
             window = by_batch[batch]
             rate = window.tokens / (window.end - window.begin)
             params = {"topology": topology, "batch": batch, "dtype": resolved.dtype}
+            rows.append(
+                Row("decode, KV counted", rate, "tokens/s", params, with_kv),
+            )
+            if doubt(window.others):
+                print(f"{topology}, batch {batch}: {doubt(window.others)}")
             for (peer, peer_batch), value in rates.items():
                 if peer_batch == batch:
                     rows.append(Row("decode", rate, "tokens/s", params, floor, peer, value))
@@ -166,6 +180,14 @@ def main() -> None:
         ratio = _step_ms(windows["pda"][batch]) / _step_ms(windows["colocated"][batch])
         rows.append(Row("pda step / colocated step", ratio, "ratio", {"batch": batch}))
     finish(rows + steps, args.json)
+
+
+def kv_bytes(args: argparse.Namespace, resolved: ResolvedModel) -> float:
+    """That a step reads of one request's cache, on average."""
+    specs = kv_specs(resolved.arch, resolved.dtype)
+    numbers = sum(spec.kv_heads * (spec.k_dim + spec.v_dim) for spec in specs)
+    context = args.prompt_tokens + args.tokens / 2
+    return context * numbers * getattr(torch, resolved.dtype).itemsize
 
 
 def _step_ms(window: Window) -> float:

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from _common import Row, describe_run, finish, model_parser
+from _others import doubt
 from cloverinfer import ModelConfig
 from cloverinfer.models import resolve_model
 from decode_cpu import Window, breakdown, ours
@@ -68,6 +69,8 @@ def main() -> None:
                 for batch, window in ours(args, model, layer_loop=loop, **fields).items():
                     steps.setdefault((name, loop, batch), []).append(breakdown(window)["step"])
                     native[name, loop, batch] = native_share(window)
+                    if doubt(window.others):
+                        print(f"{name}, {loop}, batch {batch}: {doubt(window.others)}")
     rows = []
     for (name, loop, batch), times in steps.items():
         params = {"setting": name, "loop": loop, "batch": batch, "dtype": resolved.dtype}

@@ -152,7 +152,7 @@ void stage(Dense& self, int index, int tokens, int64_t token_ids, int64_t attend
       checked(self, index,
               {tokens, at<int64_t>(token_ids, "token_ids", false),
                at<uint16_t>(attended, "attended", false), attended_stride,
-               at<float>(hidden, "hidden", false), at<float>(hidden_out, "hidden_out"),
+               at<float>(hidden, "hidden", false), at<float>(hidden_out, "hidden_out"), nullptr,
                at<uint16_t>(cos, "cos", false), at<uint16_t>(sin, "sin", false),
                at<uint16_t>(q, "q", false), q_stride, at<uint16_t>(k, "k", false), k_stride,
                at<uint16_t>(v, "v", false), v_stride});
@@ -200,16 +200,28 @@ std::vector<std::string> isas() {
   return names;
 }
 
-std::unique_ptr<dense::Step> step(const Dense& self, int tokens, int64_t token_ids, int64_t cos,
-                                  int64_t sin, int64_t hidden) {
+using Rope = std::tuple<int64_t, int64_t, int64_t>;  // addresses of cos and sin, rows of each
+
+std::unique_ptr<dense::Step> step(const Dense& self, int tokens, int64_t token_ids,
+                                  int64_t positions, const Rope& rope, int64_t hidden) {
   if (tokens < 1) throw std::invalid_argument("there are no tokens");
+  const auto [cos, sin, rope_rows] = rope;
   auto* first = at<float>(hidden, "hidden");
   const int64_t half = tokens * self.shape().hidden;
   return std::make_unique<dense::Step>(dense::Step{tokens,
                                                    at<int64_t>(token_ids, "token_ids"),
+                                                   at<int64_t>(positions, "positions"),
                                                    at<uint16_t>(cos, "cos"),
                                                    at<uint16_t>(sin, "sin"),
+                                                   rope_rows,
                                                    {first, first + half}});
+}
+
+void finish(Dense& self, const dense::Step& step, int64_t attended, int64_t y) {
+  const auto* from = at<uint16_t>(attended, "attended");
+  float* to = at<float>(y, "y");
+  py::gil_scoped_release release;
+  dense::finish(self, step, from, to);
 }
 
 }  // namespace
@@ -228,6 +240,9 @@ void bind_dense_cpu(py::module_& m) {
   py::class_<dense::Products>(m, "CpuProducts")
       .def(py::init<int, const std::string&>(), py::kw_only(), py::arg("threads"), py::arg("isa"))
       .def("multiply", &multiply);
+  py::class_<dense::Step>(m, "DenseStep").def_property_readonly("address", [](dense::Step& self) {
+    return reinterpret_cast<int64_t>(&self);
+  });
   py::class_<Dense>(m, "CpuDense")
       .def(py::init(&make), py::kw_only(), py::arg("threads"), py::arg("isa"), py::arg("hidden"),
            py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("ffn"),
@@ -240,11 +255,9 @@ void bind_dense_cpu(py::module_& m) {
       .def("stage", &stage)
       .def("logits", &logits)
       .def("table", &dense::table_of, py::keep_alive<0, 1>())
-      .def("step", &step, py::kw_only(), py::arg("tokens"), py::arg("token_ids"), py::arg("cos"),
-           py::arg("sin"), py::arg("hidden"));
-  py::class_<dense::Step>(m, "DenseStep").def_property_readonly("address", [](dense::Step& self) {
-    return reinterpret_cast<int64_t>(&self);
-  });
+      .def("step", &step, py::kw_only(), py::arg("tokens"), py::arg("token_ids"),
+           py::arg("positions"), py::arg("rope"), py::arg("hidden"))
+      .def("finish", &finish);
 }
 
 }  // namespace clover

@@ -88,6 +88,12 @@ std::unique_ptr<loop::ShmHop> shm_hop(MailboxReader& reader, const std::vector<S
       reinterpret_cast<std::byte*>(at_address<uint16_t>(o, "o")), notice);
 }
 
+std::vector<double> near_seconds(const loop::NearHop& hop) {
+  std::vector<double> seconds;
+  for (const loop::NearSegment& segment : hop.segments()) seconds.push_back(segment.seconds);
+  return seconds;
+}
+
 std::vector<int> segments_where(const loop::ShmHop& hop, bool loop::ShmSegment::* flag) {
   std::vector<int> found;
   for (size_t i = 0; i < hop.segments().size(); ++i)
@@ -126,7 +132,8 @@ void bind_hops(py::module_& m) {
       .def_property_readonly("seconds", &loop::OwnHop::seconds);
   py::class_<loop::NearHop, loop::Hop>(m, "NearHop")
       .def(py::init(&near_hop), py::kw_only(), py::arg("parts"), py::arg("qkv"),
-           py::arg("element_bytes"), py::arg("o"), py::arg("row_bytes"), py::keep_alive<1, 2>());
+           py::arg("element_bytes"), py::arg("o"), py::arg("row_bytes"), py::keep_alive<1, 2>())
+      .def_property_readonly("seconds", &near_seconds);
   py::class_<loop::ShmHop, loop::Hop>(m, "ShmHop")
       .def(py::init(&shm_hop), py::kw_only(), py::arg("reader"), py::arg("parts"),
            py::arg("row_bytes"), py::arg("rows"), py::arg("o"), py::arg("notice"),
@@ -188,6 +195,7 @@ void bind_loop(py::module_& m) {
       .def(
           "run", [](loop::Layers& self, double timeout) { return self.run(to_ns(timeout)); },
           py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
+      .def("restart", &loop::Layers::restart, py::arg("notice"))
       .def_property_readonly("layer", &loop::Layers::layer)
       .def_property_readonly("dense_seconds", &loop::Layers::dense_seconds)
       .def_property_readonly("wait_seconds", &loop::Layers::wait_seconds);

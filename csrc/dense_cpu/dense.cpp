@@ -145,9 +145,10 @@ void Dense::rotate(const Layer& layer, const StageCall& call, int token) {
   const float* x = qkv_.data() + token * layer.qkv.outputs;
   uint16_t* q = call.q + token * call.q_stride;
   uint16_t* k = call.k + token * call.k_stride;
+  const int64_t at = (call.positions ? call.positions[token] : token) * dim;
   for (int64_t h = 0; h < heads + kv_heads; ++h)
     kernels_->rotate(x + h * dim, layer.qk_norm ? layer.qk_norm + h * dim : nullptr, shape_.eps,
-                     call.cos + token * dim, call.sin + token * dim, dim,
+                     call.cos + at, call.sin + at, dim,
                      h < heads ? q + h * dim : k + (h - heads) * dim);
   kernels_->narrow(x + (heads + kv_heads) * dim, kv_heads * dim, call.v + token * call.v_stride);
 }

@@ -45,9 +45,10 @@ struct StageCall {
   const int64_t* token_ids;  // stage 0 only
   const uint16_t* attended;  // later stages: [tokens, heads, head_dim]
   int64_t attended_stride;
-  const float* hidden;  // later stages: [tokens, hidden], contiguous
-  float* hidden_out;    // not `hidden`
-  const uint16_t* cos;  // [tokens, head_dim], contiguous; of sin the first half is negated
+  const float* hidden;       // later stages: [tokens, hidden], contiguous
+  float* hidden_out;         // not `hidden`
+  const int64_t* positions;  // rows of cos and sin, by token; null: one after another
+  const uint16_t* cos;       // [rows, head_dim], contiguous; of sin the first half is negated
   const uint16_t* sin;
   uint16_t* q;  // not written by the last stage
   int64_t q_stride;

@@ -41,7 +41,7 @@ bool Answerer::answer(StepKey key, int layer) {
   const Turn turn(gate_);
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = steps_.find(key);
-  if (found == steps_.end()) return false;
+  if (found == steps_.end() || layer + 1 >= table_.layers) return false;
   return run(found->second, layer, found->second.step.in, found->second.step.out);
 }
 
@@ -54,7 +54,7 @@ bool Answerer::answer(StepKey key, int layer, const QkvRows& in, int64_t tokens,
 }
 
 bool Answerer::run(Entry& entry, int layer, const QkvRows& in, void* out) {
-  if (layer < 0 || layer + 1 >= table_.layers) return false;
+  if (layer < 0 || layer >= table_.layers) return false;
   const Timer timer(&entry.totals.seconds);
   const size_t floats = static_cast<size_t>(entry.step.rows.tokens) * heads_;
   if (lse_.size() < floats) lse_.resize(floats);

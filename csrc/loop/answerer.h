@@ -1,8 +1,8 @@
 // An attention node's steps under way, answered layer by layer without its Python, on whichever
 // thread a hop is noticed.
 //
-// What it does not answer (a step that it does not know, a layer that fails, the last layer, after
-// which the node has more to say) is left to the node itself.
+// What it does not answer (a step that it does not know, a layer that fails; of what came over a
+// wire the last layer, after which the node has more to say) is left to the node itself.
 #pragma once
 
 #include <condition_variable>
@@ -54,7 +54,8 @@ class Answerer {
   bool await(StepKey key, int64_t timeout_ns);
   // False: the node's own to answer.
   bool answer(StepKey key, int layer);
-  // From and to the caller's own rows, as many as the step has.
+  // From and to the caller's own rows, as many as the step has; of the last layer the caller is to
+  // tell.
   bool answer(StepKey key, int layer, const QkvRows& in, int64_t tokens, void* out);
 
  private:

@@ -29,6 +29,8 @@ class Hop {
   virtual Outcome wait(int layer, int64_t timeout_ns) = 0;
   // The layer's output [tokens, heads, v_dim], contiguous, once `wait` has said kDone.
   virtual const void* attended() const = 0;
+  // For another step of the same rows and ways, `notice` of whose layer 0 is given.
+  virtual void restart(uint32_t notice) = 0;
 };
 
 inline void require(bool good, const Failure& failure) {
@@ -45,6 +47,7 @@ class OwnHop : public Hop {
   void send(int layer) override;
   Outcome wait(int, int64_t) override { return Outcome::kDone; }
   const void* attended() const override { return o_; }
+  void restart(uint32_t) override { seconds_ = 0.0; }
   double seconds() const { return seconds_; }
 
  private:

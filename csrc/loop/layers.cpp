@@ -18,6 +18,13 @@ Outcome Layers::run(int64_t timeout_ns) {
   }
 }
 
+void Layers::restart(uint32_t notice) {
+  hop_->restart(notice);
+  layer_ = 0;
+  sent_ = false;
+  dense_seconds_ = wait_seconds_ = 0.0;
+}
+
 void Layers::stage_and_send() {
   const Turn turn(gate_);
   {

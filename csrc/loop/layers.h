@@ -19,6 +19,9 @@ class Layers {
   // on.
   Outcome run(int64_t timeout_ns);
 
+  // For another step like the last one: of the same `step`, which the dense half has begun anew.
+  void restart(uint32_t notice);
+
   // The layer whose hop is under way, or is to be done by the caller.
   int layer() const { return layer_; }
   double dense_seconds() const { return dense_seconds_; }

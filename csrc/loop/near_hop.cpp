@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "loop/timer.h"
+
 namespace clover::loop {
 namespace {
 
@@ -23,14 +25,22 @@ QkvRows NearHop::from(int64_t first) const {
 }
 
 Outcome NearHop::wait(int layer, int64_t timeout_ns) {
-  for (const NearSegment& segment : segments_) {
+  for (NearSegment& segment : segments_) {
     if (layer == 0 && !segment.answerer->await(segment.key, std::min(timeout_ns, kPlanNs)))
       return Outcome::kHandOver;
+    const Timer timer(&segment.seconds);
     if (!segment.answerer->answer(segment.key, layer, from(segment.first), segment.count,
                                   o_ + segment.first * row_bytes_))
       return Outcome::kHandOver;
   }
   return Outcome::kDone;
+}
+
+void NearHop::restart(uint32_t notice) {
+  for (NearSegment& segment : segments_) {
+    segment.key.notice = notice;
+    segment.seconds = 0.0;
+  }
 }
 
 }  // namespace clover::loop

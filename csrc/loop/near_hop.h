@@ -15,6 +15,7 @@ struct NearSegment {
   StepKey key;
   int64_t first;
   int64_t count;
+  double seconds = 0.0;  // in which its layers were answered
 };
 
 class NearHop : public Hop {
@@ -31,6 +32,9 @@ class NearHop : public Hop {
   void send(int) override {}
   Outcome wait(int layer, int64_t timeout_ns) override;
   const void* attended() const override { return o_; }
+  void restart(uint32_t notice) override;
+
+  const std::vector<NearSegment>& segments() const { return segments_; }
 
  private:
   QkvRows from(int64_t first) const;

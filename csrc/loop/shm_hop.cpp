@@ -80,6 +80,11 @@ const void* ShmHop::attended() const {
   return o_;
 }
 
+void ShmHop::restart(uint32_t notice) {
+  notice_ = notice;
+  for (ShmSegment& segment : segments_) segment.waiting = segment.lost = false;
+}
+
 void ShmServer::know(int source, const std::vector<int>& rings, shm::Sender* sender) {
   for (const int ring : rings) sources_[ring] = {source, sender};
 }

@@ -40,6 +40,7 @@ class ShmHop : public Hop {
   void send(int layer) override;
   Outcome wait(int layer, int64_t timeout_ns) override;
   const void* attended() const override;
+  void restart(uint32_t notice) override;
 
   const std::vector<ShmSegment>& segments() const { return segments_; }
 

@@ -532,8 +532,20 @@ class CpuDense:
         """Float32 both."""
 
     def table(self) -> DenseTable: ...
-    def step(self, *, tokens: int, token_ids: int, cos: int, sin: int, hidden: int) -> DenseStep:
-        """``hidden``: float32 ``[2, tokens, hidden]``, where stage i leaves rows at i % 2."""
+    def step(
+        self,
+        *,
+        tokens: int,
+        token_ids: int,
+        positions: int,
+        rope: tuple[int, int, int],
+        hidden: int,
+    ) -> DenseStep:
+        """``rope``: cos and sin by position, and rows of each. ``hidden``: float32
+        ``[2, tokens, hidden]``, where stage i leaves rows at i % 2."""
+
+    def finish(self, step: DenseStep, attended: int, out: int, /) -> None:
+        """The last stage of a step whose stages were run by the table, and logits as float32."""
 
 class DenseStep:
     """A step of ``CpuDense.table``; what it was made of outlives it."""
@@ -601,6 +613,9 @@ class NearHop(Hop):
         o: int,
         row_bytes: int,
     ) -> None: ...
+    @property
+    def seconds(self) -> list[float]:
+        """In which each part's layers were answered."""
 
 class ShmHop(Hop):
     """Attention nodes of this host. ``parts``: writer to the node, rings from it, first row, rows,
@@ -671,6 +686,9 @@ class LayerLoop:
     def run(self, timeout: float) -> LoopOutcome:
         """Goes on where the last call ended; ``timeout`` bounds each wait. ``ValueError`` is what
         a stage or attention refused."""
+
+    def restart(self, notice: int) -> None:
+        """For another step of the same rows, ways and memory; ``notice`` of its first layer."""
 
     @property
     def layer(self) -> int:

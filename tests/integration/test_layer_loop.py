@@ -11,7 +11,7 @@ from tests.tiny_models import make_tiny
 from cloverinfer import LLM, ModelConfig, SamplingParams, _native
 from cloverinfer.attention.cpu import CpuAttention
 from cloverinfer.core.errors import CloverError
-from cloverinfer.models import llama
+from cloverinfer.nodes import forward
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], list(range(1, 60))]
@@ -49,16 +49,15 @@ def rows_of(llm):
 def run(model, monkeypatch, prompts=PROMPTS, **fields):
     """Tokens, the logits of every step of one row's request, and the nodes' rows."""
     seen = []
-    whole = llama.LlamaHalf.logits
+    whole = forward.sample
 
-    def spy(self, carry):
-        result = whole(self, carry)
-        seen.append(result.clone())
-        return result
+    def spy(logits, *args):
+        seen.append(logits.clone())
+        return whole(logits, *args)
 
     with LLM(model, **(POOL | fields)) as llm, monkeypatch.context() as patch:
         tokens = [done.token_ids for done in llm.generate(prompts, GREEDY)]
-        patch.setattr(llama.LlamaHalf, "logits", spy)
+        patch.setattr(forward, "sample", spy)
         llm.generate([PROMPTS[0]], GREEDY)
         check_idle(llm)
         return tokens, seen, rows_of(llm)
@@ -75,12 +74,14 @@ def test_the_same_bits_as_layer_by_layer(models, monkeypatch, family, topology):
     assert len(same) == len(logits) == GREEDY.max_tokens
     assert all(torch.equal(a, b) for a, b in zip(same, logits, strict=True))
     steps = 2 * (GREEDY.max_tokens - 2)  # at least, of decode rows alone
-    if topology == "pda":  # the last of three layers ends with reports, in Python
-        assert rows["dense-0"]["native_layers"] >= 2 * steps
-        assert rows["attention-0"]["native_layers"] == rows["dense-0"]["native_layers"]
-    else:
-        node = rows["colocated-0" if topology == "colocated" else "decode-0"]
-        assert node["native_layers"] >= 3 * steps
+    node = rows[{"colocated": "colocated-0", "pd": "decode-0", "pda": "dense-0"}[topology]]
+    assert node["native_layers"] >= 3 * steps
+    if topology == "pda":
+        attention = rows["attention-0"]
+        assert attention["native_layers"] == node["native_layers"]
+        assert attention["steps"] == node["steps"]
+        assert attention["bytes_out"] == node["bytes_in"] > 0
+        assert attention["attention_seconds"] > 0
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_several_wavefronts_go_layer_by_layer_on_the_dense_node(models):
 
 
 def test_a_layer_that_fails_fails_its_step_alone(models, monkeypatch):
-    """The last layer of a step, which the attention node's Python answers."""
+    """The last layer of a step over shm, which the attention node's Python answers."""
     whole, calls = CpuAttention.attend, []
 
     def attend(self, layer, *args):
@@ -122,7 +123,7 @@ def test_a_layer_that_fails_fails_its_step_alone(models, monkeypatch):
             raise MemoryError("out of memory, says the test")
         return whole(self, layer, *args)
 
-    with LLM(models("llama"), **(POOL | {"topology": "pda"})) as llm:
+    with LLM(models("llama"), **(POOL | {"topology": "pda", "transport": "shm"})) as llm:
         llm.generate([PROMPTS[0]], GREEDY)
         monkeypatch.setattr(CpuAttention, "attend", attend)
         with pytest.raises(CloverError, match="out of memory, says the test"):

@@ -79,11 +79,11 @@ def batch_of(lengths=LENGTHS):
     )
 
 
-def layer_by_layer(half, until=None):
-    """Attention's output and hidden rows after so many layers."""
-    pool, batch = Pool(half), batch_of()
+def layer_by_layer(half, batch=None):
+    """Attention's output and hidden rows after all layers."""
+    pool, batch = Pool(half), batch or batch_of()
     out = carry = None
-    for layer in range(half.num_layers if until is None else until):
+    for layer in range(half.num_layers):
         q, k, v, carry = half.stage(layer, out, carry, batch.token_ids_t, batch.positions_t)
         out = pool.attend(layer, q, k, v)
     return out, carry[0]
@@ -127,10 +127,15 @@ class Ends:
             self.shape, torch.frombuffer(region.buffer, dtype=self.shape.dtype).view(3, -1)
         )
 
+    def loops(self, half):
+        return HopLoops.of(half, self.shape, self.dense, 0, OpenGate())
+
+    def ways(self):
+        return [(Part("a", 0, 3, self.rows(self.home)), Way(self.to_attention, self.ranges))]
+
     def loop(self, half):
-        loops = HopLoops.of(half, self.shape, self.dense, 0, OpenGate())
-        way = Part("a", 0, 3, self.rows(self.home)), Way(self.to_attention, self.ranges)
-        return loops.begin(batch_of(), self.rows(self.out), (LANE, STEP), [way])
+        ways = self.ways()
+        return self.loops(half).begin(batch_of(), self.rows(self.out), (LANE, STEP), ways)
 
     def result_address(self):
         return self.rows(self.result).output(0).data_ptr()
@@ -159,18 +164,48 @@ def ends(half):
 HOPS = Hops(0, pack_hop(LANE, STEP, 0))
 
 
-def test_near_hops_give_the_same_bits_but_for_the_last_layer(half, ends):
-    both, pool = ends("inproc"), Pool(half)
-    answers = both.answers(pool)
-    answers.begin(HOPS, pool.rows(), both.rows(both.into).qkv(0), both.result_address())
-    loop = both.loop(half)
-    assert loop.run(5.0) == HAND_OVER
+def check_whole(half, loop, batch):
+    out, hidden = layer_by_layer(half, batch)
     assert loop.layer == half.num_layers - 1
-    out, _ = layer_by_layer(half, half.num_layers - 1)
-    assert torch.equal(loop.attended_te.view(out.shape), out)
-    _, hidden = layer_by_layer(half)
+    assert torch.equal(loop.attended_the, out)
     assert torch.equal(loop.carry()[0], hidden)
-    assert answers.end(HOPS)[0] == half.num_layers - 1
+
+
+def test_near_hops_give_the_same_bits_in_this_step_and_the_next(half, ends):
+    both, pool, batch = ends("inproc"), Pool(half), batch_of()
+    answers, loops, ways = both.answers(pool), both.loops(half), both.ways()
+    there, into = both.rows(both.out), both.rows(both.into).qkv(0)
+    answers.begin(HOPS, pool.rows(), into, both.result_address())
+    loop = loops.begin(batch, there, (LANE, STEP), ways)
+    assert loop.run(5.0) == DONE
+    check_whole(half, loop, batch)
+    layers, seconds = answers.end(HOPS)
+    assert layers == half.num_layers
+    assert loop.near_seconds()[0] >= seconds > 0
+
+    # Of the same rows: other tokens elsewhere, in the same memory.
+    batch.token_ids_t += 1
+    batch.positions_t += 2
+    next_hops = Hops(0, pack_hop(LANE, STEP + 1, 0))
+    answers.begin(next_hops, pool.rows(), into, both.result_address())
+    again = loops.begin(batch, there, (LANE, STEP + 1), ways)
+    assert again is loop
+    assert loop.run(5.0) == DONE
+    check_whole(half, loop, batch)
+    assert answers.end(next_hops)[0] == half.num_layers
+
+    other = loops.begin(batch_of(), there, (LANE, STEP + 2), ways)
+    assert other is not loop
+    assert (other.run(0.05), other.layer) == (HAND_OVER, 0)
+
+
+def test_positions_past_those_that_were_prepared_for_are_refused(half, ends):
+    both, batch = ends("inproc"), batch_of()
+    both.answers(Pool(half))
+    loop = both.loops(half).begin(batch, both.rows(both.out), (LANE, STEP), both.ways())
+    batch.positions_t[1] = half.arch.max_position
+    with pytest.raises(ValueError, match="a position is past"):
+        loop.run(5.0)
 
 
 def test_a_plan_that_does_not_come_and_rows_that_cannot_be_are_the_nodes_own(half, ends):

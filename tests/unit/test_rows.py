@@ -1,5 +1,6 @@
 """Plans become tensors; tables follow their differences."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -104,21 +105,40 @@ def test_decode_steps_follow_their_tables():
     assert batch.slots_t.tolist() == [12, 20]
 
 
+@pytest.mark.parametrize("attends", [True, False])
 @pytest.mark.parametrize("rows", [1, 2, FEW_ROWS, FEW_ROWS + 1])
-def test_few_and_many_rows_are_laid_out_alike(rows):
-    few, many = RowTable(4, local_attention=True), RowTable(4, local_attention=True)
-    many._decode = None
+def test_few_and_many_rows_are_laid_out_alike(rows, attends, monkeypatch):
+    few, many = RowTable(4, local_attention=attends), RowTable(4, local_attention=attends)
     starts = [(7 * i) % 12 for i in range(rows)]
     joins = [Join(i, 0, [i], starts[i], [i, i + 1, i + 2], GREEDY) for i in range(rows)]
     step = plan(list(range(rows)), starts, [1] * rows, [True] * rows, joins)
     for table in (few, many):
         table.apply(step)
-    one, other = few.batch(step), many.batch(step)
-    for name in ("token_ids_t", "positions_t", "query_starts", "lengths_r", "slots_t"):
+    one = few.batch(step)
+    monkeypatch.setattr("cloverinfer.nodes.rows.FEW_ROWS", 0)
+    other = many.batch(step)
+    names = ["token_ids_t", "positions_t", "query_starts", "lengths_r"]
+    for name in names + ["slots_t"] * attends:
         assert getattr(one, name).dtype == getattr(other, name).dtype
         assert torch.equal(getattr(one, name), getattr(other, name)), name
     assert torch.equal(one.sample_tokens, other.sample_tokens)
     assert one.sample_positions == other.sample_positions
     assert (one.most, one.all_sample) == (other.most, other.all_sample) == (1, True)
+    if not attends:
+        assert one.slots_t is other.slots_t is one.block_tables_rb is other.block_tables_rb is None
+        return
     width = other.block_tables_rb.shape[1]
     assert torch.equal(one.block_tables_rb[:, :width], other.block_tables_rb)
+
+
+def test_steps_of_two_lanes_do_not_share_tensors():
+    table = RowTable(4, local_attention=False)
+    joins = [Join(i, 0, [10 + i], 3 + i, [], GREEDY) for i in range(2)]
+    first = plan([0], [3], [1], [True], joins)
+    second = msgspec.structs.replace(plan([1], [4], [1], [True]), lane=1)
+    table.apply(first)
+    one, other = table.batch(first), table.batch(second)
+    assert (one.token_ids_t.tolist(), one.positions_t.tolist()) == ([10], [3])
+    assert (other.token_ids_t.tolist(), other.positions_t.tolist()) == ([11], [4])
+    again = table.batch(first)
+    assert again.token_ids_t is one.token_ids_t

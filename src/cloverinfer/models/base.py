@@ -77,16 +77,22 @@ class NativeStep(ABC):
     def carry(self, layers: int) -> Carry:
         """The carry that stage ``layers - 1`` left, for ``DenseHalf.stage``."""
 
+    @abstractmethod
+    def logits(self, attended_the: torch.Tensor) -> torch.Tensor:
+        """The last stage, then ``DenseHalf.logits`` of all tokens, once the table's stages have
+        run; ``attended_the``, contiguous, is the last layer's. The next step overwrites them."""
+
 
 class NativeDense(ABC):
-    """A dense half's stages as a table of C functions. It has no
-    ``logits``, nor the last stage: these run once per step."""
+    """A dense half's stages as a table of C functions, but for the last, which a step runs with its
+    logits."""
 
     table: _native.DenseTable
 
     @abstractmethod
     def begin(self, token_ids_t: torch.Tensor, positions_t: torch.Tensor) -> NativeStep:
-        """A step of these tokens; both int64 and contiguous."""
+        """A step of these tokens; both int64 and contiguous. It may be run again once other tokens
+        and positions stand in them."""
 
 
 class UnrotatedStages(ABC):

@@ -20,6 +20,8 @@ from .packed import Packing, format_of, pack, packed_bytes
 
 Matrix = tuple[int, int, int]
 """Format, address of the panels, address of the bias or 0."""
+Rope = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin by position, ``[p, 1, d]``."""
 
 
 @dataclass
@@ -215,46 +217,60 @@ class NativeStages:
         """The stages as C functions; it keeps what they need alive, but not the weights."""
         return self._native.table()
 
-    def step(
-        self, token_ids_t: torch.Tensor, cos_t1d: torch.Tensor, sin_t1d: torch.Tensor
-    ) -> DenseStep:
-        return DenseStep(self._native, self._hidden, (token_ids_t, cos_t1d, sin_t1d))
+    def step(self, token_ids_t: torch.Tensor, positions_t: torch.Tensor, rope: Rope) -> DenseStep:
+        sizes = token_ids_t.shape[0], self._hidden, self._vocab
+        return DenseStep(self._native, sizes, (token_ids_t, positions_t), rope)
 
 
 class DenseStep(NativeStep):
+    """Reads its tokens and positions anew each time that it is run."""
+
     def __init__(
         self,
         native: _native.CpuDense,
-        hidden: int,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        sizes: tuple[int, int, int],
+        inputs: tuple[torch.Tensor, torch.Tensor],
+        rope: Rope,
     ) -> None:
-        self._inputs = token_ids_t, cos_t1d, sin_t1d = inputs
-        tokens = token_ids_t.shape[0]
+        """``sizes``: tokens, hidden size, vocabulary; ``inputs``: token ids and positions."""
+        tokens, hidden, vocab = sizes
+        self._native = native
+        self._inputs = token_ids_t, positions_t = inputs
+        self._rope = cos_p1d, sin_p1d = rope
         self._hidden_2tc = torch.empty((2, tokens, hidden))
-        assert all(tensor.is_contiguous() for tensor in inputs)
+        self._logits_tc: torch.Tensor | None = None
+        self._logits_shape = tokens, vocab
+        assert all(tensor.is_contiguous() for tensor in (*inputs, *rope))
         self._step = native.step(
             tokens=tokens,
             token_ids=token_ids_t.data_ptr(),
-            cos=cos_t1d.data_ptr(),
-            sin=sin_t1d.data_ptr(),
+            positions=positions_t.data_ptr(),
+            rope=(cos_p1d.data_ptr(), sin_p1d.data_ptr(), len(cos_p1d)),
             hidden=self._hidden_2tc.data_ptr(),
         )
         self.address = self._step.address
 
     def carry(self, layers: int) -> Carry:
-        return self._hidden_2tc[(layers - 1) % 2], *self._inputs[1:]
+        cos_t1d, sin_t1d = (_rows_of(table, self._inputs[1]) for table in self._rope)
+        return self._hidden_2tc[(layers - 1) % 2], cos_t1d, sin_t1d
+
+    def logits(self, attended_the: torch.Tensor) -> torch.Tensor:
+        assert attended_the.is_contiguous()
+        if self._logits_tc is None:
+            self._logits_tc = torch.empty(self._logits_shape)
+        self._native.finish(self._step, attended_the.data_ptr(), self._logits_tc.data_ptr())
+        return self._logits_tc
 
 
 class LlamaTable(NativeDense):
     """The stages of ``stages``; ``rope`` is the half's cos and sin by position."""
 
-    def __init__(self, stages: NativeStages, rope: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def __init__(self, stages: NativeStages, rope: Rope) -> None:
         self._stages, self._rope = stages, rope
         self.table = stages.table()
 
     def begin(self, token_ids_t: torch.Tensor, positions_t: torch.Tensor) -> NativeStep:
-        cos_t1d, sin_t1d = (_rows_of(table, positions_t) for table in self._rope)
-        return self._stages.step(token_ids_t, cos_t1d, sin_t1d)
+        return self._stages.step(token_ids_t, positions_t, self._rope)
 
 
 def _rows_of(table_p1d: torch.Tensor, positions_t: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ from .hop import HopBuffer, HopMemory, HopRows, HopShape, row_index
 from .inlet import Inlet
 from .layer_loop import attention_rows
 from .local import make_backend
+from .one_token import FEW_ROWS, OneTokenRows
 from .rows import BlockTables, apply_attention_rows, slots_of
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,16 @@ class _Step:
     seconds: float = 0.0
     native_calls: int = 0
     """Of ``calls``, those that were answered without Python."""
+
+
+@dataclass
+class _Kept:
+    """Of a lane's last step, for the next one where that has the same rows."""
+
+    at: OneTokenRows
+    there: HopRows
+    back: HopRows
+    index: np.ndarray
 
 
 @dataclass
@@ -96,6 +107,7 @@ class AttentionNode(Node):
         self._answers = Answers.of(self.backend, self.shape, self.endpoint, gate) if auto else None
         self._sources: dict[str, _Source] = {}
         self._steps: dict[LaneKey, _Step] = {}
+        self._kept: dict[LaneKey, _Kept] = {}
         self._early: dict[LaneKey, HopNotice] = {}
         self._failed: dict[LaneKey, HopFailed] = {}
 
@@ -183,6 +195,41 @@ class AttentionNode(Node):
             self._attend(key, step, early.layer)
 
     def _make_step(self, plan: AttentionPlan) -> _Step:
+        if self.copies.apart or len(plan.rows) > FEW_ROWS:
+            return self._make_whole(plan)
+        kept = self._keep(plan)
+        kept.at.write(plan.rows, [length - 1 for length in plan.lengths])
+        at = kept.at
+        assert at.block_tables_rb is not None
+        assert at.slots_t is not None
+        return _Step(
+            plan=plan,
+            there=kept.there,
+            back=kept.back,
+            query_starts=at.query_starts,
+            block_tables_rb=at.block_tables_rb,
+            lengths_r=at.lengths_r,
+            slots_t=at.slots_t,
+            index=kept.index,
+            hops=Hops(self._sources[plan.source].index, pack_hop(plan.lane, plan.step, 0)),
+        )
+
+    def _keep(self, plan: AttentionPlan) -> _Kept:
+        """What the lane's steps of so many rows share."""
+        key, count = (plan.source, plan.lane), len(plan.rows)
+        kept = self._kept.get(key)
+        if kept is None or len(kept.index) != count:
+            source = self._sources[plan.source].index
+            kept = self._kept[key] = _Kept(
+                OneTokenRows(self.tables),
+                HopRows(self.shape, self._got.rows[source, plan.lane, :count]),
+                HopRows(self.shape, self._sent.rows[source, plan.lane, :count]),
+                row_index(0, 0, count),
+            )
+        return kept
+
+    def _make_whole(self, plan: AttentionPlan) -> _Step:
+        """For many rows, and for a device."""
         lengths = np.asarray(plan.lengths, np.int32)
         tables = self.tables.gather(plan.rows, int(lengths.max()))
         count, source = len(plan.rows), self._sources[plan.source].index

@@ -18,11 +18,19 @@ import torch
 from .. import _native
 from ..core.errors import CloverError, PeerGoneError, TransportError
 from ..models import ResolvedModel, load_half
-from ..models.base import Carry
+from ..models.base import Carry, NativeStep
 from ..models.grammar import grammars_of
 from ..models.sampling import sample
 from ..transport import Endpoint, Peer, Ranges, RegionRef
-from ..wire.messages import HopFailed, Message, NodeGone, Sampling, StepPlan, StepStats
+from ..wire.messages import (
+    AttentionDone,
+    HopFailed,
+    Message,
+    NodeGone,
+    Sampling,
+    StepPlan,
+    StepStats,
+)
 from ..wire.notices import STEP_MASK, HopNotice, pack_hop, unpack
 from .base import POLL_SECONDS, Node
 from .batch_copy import BatchCopier
@@ -48,6 +56,18 @@ class _Segment:
 
 
 @dataclass
+class _Course:
+    """Where a lane's rows go, and come back to; the same for as long as they are of the same
+    homes."""
+
+    homes: list[str]
+    """One for each row."""
+    there: HopRows
+    segments: list[_Segment]
+    ways: list[tuple[_Segment, Way]]
+
+
+@dataclass
 class _Lane:
     """A step under way."""
 
@@ -57,14 +77,17 @@ class _Lane:
     segments: list[_Segment]
     stats: StepStats
     started: float
+    ways: list[tuple[_Segment, Way]]
     layer: int = 0
-    carry: Carry | None = None
+    carry: Carry | NativeStep | None = None
     waiting: set[str] = field(default_factory=set)
     """Attention nodes that have not answered for ``layer``."""
     error: CloverError | None = None
     """Why the step cannot be finished."""
     loop: StepLoop | None = None
     """Where its layers run without Python."""
+    attended: list[AttentionDone] = field(default_factory=list)
+    """What this node's thread did for attention nodes, which do not tell of it."""
 
 
 class DecodeDenseNode(Node):
@@ -77,7 +100,10 @@ class DecodeDenseNode(Node):
                 model, config.model.seed, self.device.torch, config.batch_invariant
             )
         self.rows = RowTable(
-            config.cache.block_size, local_attention=False, grammars=grammars_of(model)
+            config.cache.block_size,
+            local_attention=False,
+            grammars=grammars_of(model),
+            on_device=self.device.on_gpu,
         )
         self.shape = HopShape(self.specs, model.arch.num_heads, getattr(torch, model.dtype))
         attention = len(config.attention_nodes)
@@ -90,6 +116,7 @@ class DecodeDenseNode(Node):
         self._homes = {name: i for i, name in enumerate(config.attention_nodes)}
         self._ranges: dict[str, list[Ranges]] = {}
         self._lanes: dict[int, _Lane] = {}
+        self._courses: dict[int, _Course] = {}
         self._loops = self._make_loops()
         self._copier = BatchCopier(self.device.torch) if self.device.on_gpu else None
 
@@ -191,8 +218,9 @@ class DecodeDenseNode(Node):
             batch = self.rows.batch(plan)
             batch = batch if self._copier is None else self._copier.move(batch)
             started = time.perf_counter()
-            there = HopRows(self.shape, self._sent.rows[0, plan.lane, : len(batch.rows)])
-            lane = _Lane(plan, batch, there, self._segments(plan.lane, batch), StepStats(), started)
+            course = self._course(plan.lane, batch)
+            where = course.there, course.segments
+            lane = _Lane(plan, batch, *where, StepStats(), started, course.ways)
         except (AssertionError, KeyError) as problem:
             self.report_failure(plan, problem)
             return
@@ -207,9 +235,19 @@ class DecodeDenseNode(Node):
             self._lanes.pop(lane.plan.lane, None)
             self.report_failure(lane.plan, problem)
 
-    def _segments(self, lane: int, batch: Batch) -> list[_Segment]:
+    def _course(self, lane: int, batch: Batch) -> _Course:
+        homes = [row.home for row in batch.rows]
+        course = self._courses.get(lane)
+        if course is None or course.homes != homes:
+            there = HopRows(self.shape, self._sent.rows[0, lane, : len(homes)])
+            segments = self._segments(lane, homes)
+            ways = [(s, Way(self.link(s.home), self._ranges[s.home][lane])) for s in segments]
+            course = self._courses[lane] = _Course(homes, there, segments, ways)
+        return course
+
+    def _segments(self, lane: int, homes: list[str]) -> list[_Segment]:
         segments, first = [], 0
-        for home, rows in groupby(batch.rows, key=lambda row: row.home):
+        for home, rows in groupby(homes):
             count = len(list(rows))
             back = HopRows(self.shape, self._got.rows[self._homes[home], lane, :count])
             segments.append(_Segment(home, first, count, row_index(first, 0, count), back))
@@ -227,23 +265,20 @@ class DecodeDenseNode(Node):
     def _loop_for(self, lane: _Lane) -> StepLoop | None:
         if self._loops is None:
             return None
-        number = lane.plan.lane
-        ways = [
-            (segment, Way(self.link(segment.home), self._ranges[segment.home][number]))
-            for segment in lane.segments
-        ]
-        return self._loops.begin(lane.batch, lane.there, (number, lane.plan.step), ways)
+        notice = lane.plan.lane, lane.plan.step
+        return self._loops.begin(lane.batch, lane.there, notice, lane.ways)
 
     def _run(self, lane: _Lane) -> None:
         """Runs layers until they are done, or something has come that is to be seen first."""
         assert lane.loop is not None
-        outcome = lane.loop.run(POLL_SECONDS)
-        lane.layer = lane.loop.layer
-        lane.waiting = lane.loop.waiting()
-        lost = lane.loop.lost()
+        loop = lane.loop
+        outcome = loop.run(POLL_SECONDS)
+        lane.layer = loop.layer
+        lane.waiting = loop.waiting()
+        lost = loop.lost()
         if outcome == _native.LoopOutcome.DONE:
-            self._leave_loop(lane)
-            self._resume(lane)
+            self._leave_loop(lane, done=True)
+            self._resume(lane, self._attended_near(lane, loop))
         elif outcome == _native.LoopOutcome.HAND_OVER:
             self._leave_loop(lane, sent=False)
             self._hop(lane)
@@ -251,21 +286,50 @@ class DecodeDenseNode(Node):
             self.reconnect(home)
             self._lost(lane, home, "a hop to it was lost")
 
-    def _leave_loop(self, lane: _Lane, sent: bool = True) -> None:
-        """What follows of the step goes layer by layer. ``sent``: the hop of its layer is made."""
+    def _leave_loop(self, lane: _Lane, sent: bool = True, done: bool = False) -> None:
+        """What follows of the step goes layer by layer. ``sent``: the hop of its layer is made;
+        ``done``: and answered, and there is none after it."""
         if lane.loop is None:
             return
         loop, lane.loop = lane.loop, None
-        lane.carry = loop.carry()
+        lane.carry = loop.step if done else loop.carry()
         hops, stats, rows = lane.layer + sent, lane.stats, len(lane.batch.rows)
         loop.account(stats, hops)
         stats.bytes_out += hops * rows * self._out.row_bytes
         stats.bytes_in += lane.layer * rows * self._in.row_bytes  # the last is gathered as ever
 
-    def _resume(self, lane: _Lane) -> None:
+    def _attended_near(self, lane: _Lane, loop: StepLoop) -> torch.Tensor | None:
+        """The last layer's output where this thread answered all hops; None: it is in the hop's
+        buffer."""
+        seconds = loop.near_seconds()
+        if seconds is None:
+            return None
+        plan, layers = lane.plan, lane.layer + 1
+        there, back = layers * self._out.row_bytes, layers * self._in.row_bytes
+        for segment, time_taken in zip(lane.segments, seconds, strict=True):
+            rows = segment.count
+            lane.attended.append(
+                AttentionDone(
+                    segment.home,
+                    self.config.name,
+                    plan.lane,
+                    plan.step,
+                    layers,
+                    rows,
+                    time_taken,
+                    rows * there,
+                    rows * back,
+                    layers,
+                )
+            )
+        lane.stats.bytes_in += len(lane.batch.rows) * self._in.row_bytes
+        return loop.attended_the
+
+    def _resume(self, lane: _Lane, attn_out: torch.Tensor | None = None) -> None:
+        """``attn_out``: of the lane's layer; None: to be gathered."""
         if lane.error is not None:
             raise lane.error
-        attn_out = self._gather(lane)
+        attn_out = self._gather(lane) if attn_out is None else attn_out
         lane.layer += 1
         if lane.layer < self.half.num_layers:
             self._stage(lane, attn_out)
@@ -274,6 +338,7 @@ class DecodeDenseNode(Node):
 
     def _stage(self, lane: _Lane, attn_out: torch.Tensor | None) -> None:
         batch = lane.batch
+        assert not isinstance(lane.carry, NativeStep)
         with self.gate:
             started = time.perf_counter()
             *_, lane.carry = self.half.stage(
@@ -342,7 +407,7 @@ class DecodeDenseNode(Node):
         stats.sample += t2 - t1
         stats.seconds = t2 - lane.started
         del self._lanes[lane.plan.lane]
-        self.report(step_done(self.config.name, lane.plan, sampled, stats))
+        self.report(step_done(self.config.name, lane.plan, sampled, stats, lane.attended))
 
     # -- the reference path: a step by plain calls, layer by layer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,11 +11,11 @@ import torch
 from ..attention.base import AttentionBackend
 from ..core.logprobs import TokenLogprobs
 from ..core.structured import PARAM as STRUCTURE
-from ..models.base import Carry, DenseHalf
+from ..models.base import Carry, DenseHalf, NativeStep
 from ..models.logprobs import token_logprobs
 from ..models.sampling import NO_TOKEN, sample
 from ..models.shaping import shape
-from ..wire.messages import StepDone, StepPlan, StepStats
+from ..wire.messages import AttentionDone, StepDone, StepPlan, StepStats
 from .batch_copy import BatchCopier
 from .gate import Gate, OpenGate
 from .layer_loop import OwnLoop
@@ -42,8 +42,14 @@ class Sampled:
     """The request's parameter that is to blame for an error, by the same index."""
 
 
-def step_done(name: str, plan: StepPlan, sampled: Sampled, stats: StepStats) -> StepDone:
-    """The report of the step on the node called ``name``."""
+def step_done(
+    name: str,
+    plan: StepPlan,
+    sampled: Sampled,
+    stats: StepStats,
+    attended: Sequence[AttentionDone] = (),
+) -> StepDone:
+    """The report of the step on the node called ``name``; ``attended`` as in ``StepDone``."""
     return StepDone(
         name,
         plan.lane,
@@ -54,11 +60,19 @@ def step_done(name: str, plan: StepPlan, sampled: Sampled, stats: StepStats) -> 
         sampled.prompt_logprobs,
         sampled.errors,
         sampled.blamed,
+        list(attended),
     )
 
 
-def last_stage(half: DenseHalf, batch: Batch, attn_out: torch.Tensor, carry: Carry) -> torch.Tensor:
-    """Stage L and logits, of the tokens that are sampled after only: ``[s, c]`` float32."""
+def last_stage(
+    half: DenseHalf, batch: Batch, attn_out: torch.Tensor, carry: Carry | NativeStep
+) -> torch.Tensor:
+    """Stage L and logits, of the tokens that are sampled after only: ``[s, c]`` float32. The step
+    that follows overwrites them."""
+    if isinstance(carry, NativeStep):
+        if batch.all_sample:
+            return carry.logits(attn_out)
+        carry = carry.carry(half.num_layers)
     index = None if batch.all_sample else batch.sample_tokens
     return _logits_of(half, index, batch.positions_t, attn_out, carry)
 
@@ -79,10 +93,14 @@ def _logits_of(
 
 
 def prompt_logprobs(
-    half: DenseHalf, batch: Batch, attn_out: torch.Tensor, carry: Carry
+    half: DenseHalf, batch: Batch, attn_out: torch.Tensor, carry: Carry | NativeStep
 ) -> dict[int, list[TokenLogprobs]]:
     """Those of prompt tokens that the step's rows asked for, by index in the plan's rows."""
     found: dict[int, list[TokenLogprobs]] = {}
+    if not batch.scored:
+        return found
+    if isinstance(carry, NativeStep):
+        carry = carry.carry(half.num_layers)
     for scored in batch.scored:
         scores = found[scored.row] = []
         for at in range(0, len(scored.followers), SCORE_TOKENS):
@@ -174,6 +192,7 @@ class LocalForward:
             on_host = batch.query_starts, batch.lengths_r
             batch = self._copier.move(batch)
             self._backend.plan(on_host, batch.lengths_r)
+        carry: Carry | NativeStep
         if self._loop is not None and on_layer is None and self._loop.serves(batch):
             attn_out, carry = self._loop.run(batch, stats)
         else:
@@ -225,7 +244,7 @@ class LocalForward:
         self,
         batch: Batch,
         attn_out: torch.Tensor,
-        carry: Carry,
+        carry: Carry | NativeStep,
         stats: StepStats,
     ) -> Sampled:
         with self._gate:

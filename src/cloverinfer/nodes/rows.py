@@ -18,12 +18,11 @@ from ..kvcache.layout import blocks_for
 from ..models.grammar import Grammars
 from ..models.shaping import Shaper
 from ..wire.messages import AttentionJoin, Join, Push, Sampling, StepPlan
+from .one_token import FEW_ROWS, OneTokenRows, written
 
 UNKNOWN = -1
 """Stands for a token that only the device knows yet."""
 _LEAST_SEATS = 16
-FEW_ROWS = 64
-"""Up to so many rows numbers are written one by one."""
 Change = tuple[int, int, Sequence[int]]
 """Of a table: seat, column, and the blocks from there on."""
 
@@ -213,40 +212,29 @@ def slots_of(
 
 
 class DecodeSteps:
-    """Steps in which each of a few rows has one token to decode and nothing special about it.
+    """Steps of one lane in which each of a few rows has one token to decode and nothing special
+    about it. Their tensors are kept and written anew, as those of ``OneTokenRows`` are."""
 
-    Their tensors are kept and written anew, number by number: a step has come and gone before the
-    next is made, and the processor has forgotten the code of every operation on arrays meanwhile.
-    """
-
-    def __init__(self, tables: BlockTables) -> None:
-        self._tables = tables
-        self._last: tuple[int, list[int]] = (-1, [])
-        """Version of the tables, and the requests."""
+    def __init__(self, tables: BlockTables | None) -> None:
+        self._at = OneTokenRows(tables)
 
     def batch(self, plan: StepPlan, rows: list[Row], tokens: list[int]) -> Batch:
         """Overwrites the tensors of the one before."""
-        now = self._tables.version, plan.rows
-        if now != self._last:
-            self._make(plan.rows)
-            self._last = now
-        size, width = self._tables.block_size, self._tables_rb.shape[1]
-        for i, position in enumerate(plan.starts):
-            block, offset = divmod(position, size)
-            assert block < width, "a row is longer than its block table"
-            self._token_ids[i] = tokens[i]
-            self._positions[i] = position
-            self._lengths[i] = position + 1
-            self._slots[i] = self._blocks[i * width + block] * size + offset
+        at = self._at
+        if at.write(plan.rows, plan.starts):
+            self._token_ids_t, self._token_ids = written(len(rows), torch.int64)
+            self._sample_tokens = torch.arange(len(rows))
+        for i, token in enumerate(tokens):
+            self._token_ids[i] = token
         return Batch(
             rows=rows,
             token_ids_t=self._token_ids_t,
-            positions_t=self._positions_t,
-            query_starts=self._query_starts,
+            positions_t=at.positions_t,
+            query_starts=at.query_starts,
             most=1,
-            lengths_r=self._lengths_r,
-            block_tables_rb=self._tables_rb,
-            slots_t=self._slots_t,
+            lengths_r=at.lengths_r,
+            block_tables_rb=at.block_tables_rb,
+            slots_t=at.slots_t,
             sample_tokens=self._sample_tokens,
             sampled=rows,
             sample_positions=[position + 1 for position in plan.starts],
@@ -254,24 +242,6 @@ class DecodeSteps:
             scored=[],
             special=False,
         )
-
-    def _make(self, requests: Sequence[int]) -> None:
-        count = len(requests)
-        self._token_ids_t, self._token_ids = _written(count, torch.int64)
-        self._positions_t, self._positions = _written(count, torch.int64)
-        self._slots_t, self._slots = _written(count, torch.int64)
-        self._lengths_r, self._lengths = _written(count, torch.int32)
-        self._query_starts = torch.arange(count + 1, dtype=torch.int32)
-        self._sample_tokens = torch.arange(count)
-        tables_rb = self._tables.whole(requests)
-        self._tables_rb = torch.from_numpy(tables_rb)
-        self._blocks = tables_rb.ravel().tolist()
-
-
-def _written(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, memoryview]:
-    """A tensor, and its numbers to be written."""
-    tensor = torch.zeros(count, dtype=dtype)
-    return tensor, memoryview(tensor.numpy())
 
 
 def _plain_decode(plan: StepPlan, rows: Sequence[Row]) -> bool:
@@ -290,13 +260,13 @@ class RowTable:
         grammars: Grammars | None = None,
         on_device: bool = False,
     ) -> None:
-        """``on_device``: block tables are kept on a device by seat; batches bring none."""
+        """``on_device``: what steps need is kept or copied on a device; block tables, where there
+        are any, by seat, and batches bring none."""
         self._rows: dict[int, Row] = {}
         self._tables = BlockTables(block_size, on_device) if local_attention else None
         self._on_device = on_device
-        self._decode = None
-        if self._tables is not None and not on_device:
-            self._decode = DecodeSteps(self._tables)
+        self._decode: dict[int, DecodeSteps] = {}
+        """By lane: the steps of several may be under way."""
         self._block_size = block_size
         self._grammars = grammars
 
@@ -356,8 +326,11 @@ class RowTable:
     def batch(self, plan: StepPlan) -> Batch:
         rows = [self._rows[request] for request in plan.rows]
         tokens = self._tokens(plan, rows)
-        if self._decode is not None and _plain_decode(plan, rows):
-            return self._decode.batch(plan, rows, tokens)
+        if not self._on_device and _plain_decode(plan, rows):
+            steps = self._decode.get(plan.lane)
+            if steps is None:
+                steps = self._decode[plan.lane] = DecodeSteps(self._tables)
+            return steps.batch(plan, rows, tokens)
         starts = np.asarray(plan.starts, np.int64)
         counts = np.asarray(plan.counts, np.int64)
         query_starts = np.zeros(len(rows) + 1, np.int32)

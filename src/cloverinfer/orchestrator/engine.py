@@ -463,6 +463,8 @@ class Engine:
         the nodes have their next steps."""
         while self._told:
             told = self._told.popleft()
+            for attended in told.done.attended:
+                self._on_attention(attended, told.at)
             self._record_step(told.done, told.at)
             for event in told.events:
                 self._on_token(event, told.at)

@@ -271,6 +271,24 @@ class StepStats(msgspec.Struct, array_like=True):
     """Layers that ran without Python."""
 
 
+class AttentionDone(msgspec.Struct, array_like=True, tag="attended"):
+    """What an attention node did for one step of one wavefront."""
+
+    node: str
+    source: str
+    lane: int
+    step: int
+    calls: int
+    """Layer calls."""
+    rows: int
+    seconds: float
+    """In append and attend."""
+    bytes_in: int
+    bytes_out: int
+    native_calls: int = 0
+    """Of ``calls``, those that were answered without Python."""
+
+
 class StepDone(msgspec.Struct, array_like=True, tag="done"):
     """A step's sampled tokens: ``tokens[i]`` for the i-th row of the plan that samples."""
 
@@ -289,6 +307,9 @@ class StepDone(msgspec.Struct, array_like=True, tag="done"):
     blamed: dict[int, str] = {}
     """Of those errors that a request's own parameter is to blame for: its name, by the same index.
     """
+    attended: list[AttentionDone] = []
+    """What attention nodes did for the step where the dense node's own thread did it for them: they
+    do not report it."""
 
 
 class StepFailed(msgspec.Struct, array_like=True, tag="failed"):
@@ -318,24 +339,6 @@ class GrammarCompiled(msgspec.Struct, array_like=True, tag="compiled"):
     node: str
     key: int
     error: str = ""
-
-
-class AttentionDone(msgspec.Struct, array_like=True, tag="attended"):
-    """What an attention node did for one step of one wavefront."""
-
-    node: str
-    source: str
-    lane: int
-    step: int
-    calls: int
-    """Layer calls."""
-    rows: int
-    seconds: float
-    """In append and attend."""
-    bytes_in: int
-    bytes_out: int
-    native_calls: int = 0
-    """Of ``calls``, those that were answered without Python."""
 
 
 class HopFailed(msgspec.Struct, array_like=True, tag="hop failed"):
