@@ -89,7 +89,7 @@ class RdmaEndpoint(LinkedEndpoint):
 
     def __init__(self, name: str, network: NetworkConfig | None = None) -> None:
         self._cuda: CudaSide | None = None
-        self._device_memory: dict[str, tuple[DeviceMemory, str]] = {}
+        self._device_memory: dict[str, DeviceMemory] = {}
         """By the region's name, with how cards reach it."""
         self._told: set[int] = set()
         """Links that have failed, and whose failure somebody has been told."""
@@ -107,11 +107,6 @@ class RdmaEndpoint(LinkedEndpoint):
     def device(self) -> str:
         """Name of the device that moves its bytes."""
         return self._engine.device
-
-    def way_to(self, region: Region) -> str:
-        """How the card reaches a region of device memory: nvidia-peermem or dma-buf; empty for one
-        of host memory."""
-        return self._device_memory[region.ref.name][1] if self._is_device(region) else ""
 
     def _is_device(self, region: Region | RegionRef) -> bool:
         return isinstance(region, Region) and region.ref.name in self._device_memory
@@ -133,14 +128,14 @@ class RdmaEndpoint(LinkedEndpoint):
                 self._engine.add_dma_buf(number, fd, offset, memory.pointer, memory.nbytes)
 
         region = self._keep(memory.nbytes, memoryview(b""), add)
-        self._device_memory[region.ref.name] = memory, way
+        self._device_memory[region.ref.name] = memory
         log.info("%s: %d bytes of device %d by %s", self.name, memory.nbytes, memory.device, way)
         return region
 
     def _make_ranges(self, peer: Peer, local: Slices, remote: Slices, region: int) -> RdmaRanges:
         assert isinstance(local.region, OwnRegion)
         if self._is_device(local.region):
-            pointer = self._device_memory[local.region.ref.name][0].pointer
+            pointer = self._device_memory[local.region.ref.name].pointer
         else:
             pointer = np.frombuffer(local.region.buffer, np.uint8).ctypes.data
         return RdmaRanges(peer, local, remote, region, pointer)
