@@ -166,9 +166,11 @@ def test_a_few_and_many_query_tokens(dtype: str, dim: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3"])
 @pytest.mark.parametrize("kind", ["fresh", "alike", "chunk", "mixed"])
-@pytest.mark.parametrize("by_sdpa", [False, True])
-def test_prompts(dtype: str, kind: str, by_sdpa: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa.Shapes, "pay", lambda *_: by_sdpa)
+@pytest.mark.parametrize("by", ["ours", "sdpa", "sdpa of 8.x"])
+def test_prompts(dtype: str, kind: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa.Shapes, "pay", lambda *_: by != "ours")
+    if "8.x" in by:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
     rows = {
         "fresh": ([700, 300, 257], [700, 300, 257]),
         "alike": ([300, 300, 300], [300, 300, 300]),

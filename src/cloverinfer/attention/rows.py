@@ -10,6 +10,7 @@ context position.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -108,9 +109,14 @@ def merge_sinks(spec: KVSpec, o_the: torch.Tensor, lse_th: torch.Tensor) -> Resu
     """A result without sinks, with the spec's."""
     if spec.sinks is None:
         return o_the, lse_th
-    sinks_h = torch.tensor(spec.sinks, device=lse_th.device)
-    lse = torch.logaddexp(lse_th, sinks_h)
+    lse = torch.logaddexp(lse_th, _sinks_on(spec.sinks, lse_th.device))
     return (o_the.float() * (lse_th - lse).exp()[..., None]).to(o_the.dtype), lse
+
+
+@functools.lru_cache(maxsize=1024)
+def _sinks_on(sinks: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Copied once: a copy to a device waits for what it is doing."""
+    return torch.tensor(sinks, device=device)
 
 
 def _window_mask(window: int, queries: int, length: int, dtype: torch.dtype) -> torch.Tensor:
