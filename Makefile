@@ -29,7 +29,8 @@ TIERS := $(foreach tier,unit contract kernels integration e2e,$(wildcard tests/$
 # CUDA kernels for the GPUs of this machine. Where there are none they are compiled for one kind, which
 # shows that they compile; a package's build holds several.
 CUDA_ARCHITECTURES ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo native || echo 90-real)
-NATIVE_OPTIONS = --config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)
+NATIVE_OPTIONS = --config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES) \
+  --config-settings=cmake.define.CLOVER_WERROR=ON
 
 .PHONY: setup run test test-large test-nixl test-vllm rdma-vm test-rdma test-gpu test-models \
   test-deploy lint bench clean format check-resolve
