@@ -78,6 +78,13 @@ int device_count() {
   return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
 }
 
+Versions versions() {
+  Versions versions = {};
+  check(cudaDriverGetVersion(&versions.driver), "asking for the driver's version");
+  check(cudaRuntimeGetVersion(&versions.runtime), "asking for the runtime's version");
+  return versions;
+}
+
 Attention::Attention(int device, void* pool, int64_t pool_bytes, int block_size, int num_blocks,
                      bool fixed_splits, int shared_limit)
     : device_(device),

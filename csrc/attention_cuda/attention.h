@@ -139,4 +139,11 @@ class Attention {
 // GPUs that this process can use; 0 where there is no driver.
 int device_count();
 
+// CUDA's version, 1000 times the major one and 10 times the minor one.
+struct Versions {
+  int driver;  // the newest that it serves; 0 where there is none
+  int runtime;
+};
+Versions versions();
+
 }  // namespace clover::cuda

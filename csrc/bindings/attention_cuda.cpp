@@ -247,6 +247,10 @@ void add_layer(Attention& self, int dtype, int kv_heads, int group, int k_dim, i
 
 void bind_pool(py::module_& m) {
   m.def("cuda_device_count", &cuda::device_count);
+  m.def("cuda_versions", [] {
+    const cuda::Versions versions = cuda::versions();
+    return std::make_tuple(versions.driver, versions.runtime);
+  });
   py::class_<Attention>(m, "CudaAttentionPool")
       .def(py::init(&make), py::kw_only(), py::arg("device"), py::arg("pool"),
            py::arg("pool_bytes"), py::arg("block_size"), py::arg("num_blocks"),

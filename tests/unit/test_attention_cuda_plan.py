@@ -223,6 +223,21 @@ def test_without_a_gpu_the_backend_says_why() -> None:
         create_backend("cuda").allocate(PoolLayout((spec,), 16, 2), 4)
 
 
+@pytest.mark.parametrize(("driver", "usable"), [(12080, False), (13000, True), (13020, True)])
+def test_a_driver_older_than_the_kernels_is_told(
+    driver: int, usable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_native, "CUDA_BUILT", True)
+    monkeypatch.setattr(_native, "cuda_versions", lambda: (driver, 13000), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    reason = missing()
+    assert (reason == "") == usable
+    if not usable:
+        assert reason.startswith("the driver serves CUDA 12 and these kernels were built with CUD")
+        assert reason.endswith("install a newer driver, or build again with nvcc 12")
+
+
 @pytest.mark.skipif(not _native.CUDA_BUILT, reason="this build has no CUDA kernels")
 def test_a_build_with_kernels_counts_gpus_without_a_driver_too() -> None:
     assert _native.cuda_device_count() == (

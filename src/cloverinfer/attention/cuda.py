@@ -407,6 +407,12 @@ def missing() -> str:
         return "this build has no CUDA kernels: install nvcc 12 or newer and build again"
     if not torch.cuda.is_available():
         return "torch finds no GPU: install its CUDA build and a driver, or use the cpu backend"
+    driver, runtime = (version // 1000 for version in _native.cuda_versions())
+    if driver < runtime:
+        return (
+            f"the driver serves CUDA {driver} and these kernels were built with CUDA {runtime}: "
+            f"install a newer driver, or build again with nvcc {driver}"
+        )
     major, minor = torch.cuda.get_device_capability()
     if major < 8:
         return f"the GPU's compute capability is {major}.{minor}, and 8.0 is the least"
