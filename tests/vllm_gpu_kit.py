@@ -6,9 +6,10 @@ is put before a layer is complete arrives spoilt.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,15 @@ class FakeMoment(Moment):
         return self._driver._events[self.handle].is_set()
 
 
+class WaitingCopies(Copies):
+    """The fake device's memory is the host's: what comes after a moment waits for it here."""
+
+    @contextlib.contextmanager
+    def beside(self, after: Moment) -> Iterator[None]:
+        after.wait(60)
+        yield
+
+
 class FakeGpu(HostMemory):
     """Of a driver that engines share, as those of one host do. ``slow``: seconds that each layer
     takes."""
@@ -44,7 +54,7 @@ class FakeGpu(HostMemory):
 
     def copies(self, name: str) -> Copies:
         assert name == f"cuda:{self.device}"
-        made = Copies(torch.device("cpu"))
+        made = WaitingCopies(torch.device("cpu"))
         made.mark = self.mark  # type: ignore[method-assign]
         return made
 
@@ -98,6 +108,8 @@ class TorchGpu(HostMemory):
         plain = made.mark
 
         def mark() -> Moment:  # engines of one thread have streams of their own
+            if torch.cuda.current_stream(self.device) != torch.cuda.default_stream(self.device):
+                return plain()  # of a copy
             with torch.cuda.stream(self.stream):
                 return plain()
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from cloverinfer.integrations.vllm.courier import Courier
 from cloverinfer.integrations.vllm.memory import Shape
@@ -50,8 +51,7 @@ class FakeTensor:
         return int(self.array.ctypes.data)
 
     def untyped_storage(self) -> Any:
-        base = self._storage
-        return SimpleNamespace(data_ptr=lambda: int(base.ctypes.data), nbytes=lambda: base.nbytes)
+        return torch.from_numpy(self._storage.reshape(-1)).untyped_storage()
 
 
 def free_port(count: int = 1) -> int:

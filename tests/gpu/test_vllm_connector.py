@@ -40,7 +40,8 @@ def engines() -> Iterator[Make]:
     made: list[Any] = []
 
     def make(role: str, device: int = 0, **options: Any) -> FakeEngine:
-        made.append(FakeEngine(role, transport="auto", memory=TorchGpu(device), **options))
+        options = {"transport": "auto"} | options
+        made.append(FakeEngine(role, memory=TorchGpu(device), **options))
         return made[-1]
 
     yield make
@@ -53,7 +54,7 @@ def remote() -> Iterator[Callable[..., RemoteEngine]]:
     made: list[RemoteEngine] = []
 
     def make(role: str, device: int = 0, **options: Any) -> RemoteEngine:
-        made.append(RemoteEngine(role, device, transport="auto", **options))
+        made.append(RemoteEngine(role, device, **({"transport": "auto"} | options)))
         return made[-1]
 
     yield make
@@ -102,6 +103,44 @@ def test_a_prompt_arrives_whole_in_another_process(
         assert decode.ask("holds", f"d{i}", 0, 75 + i)
         prefill.until_sent(f"p{i}")
     assert decode.ask("bad") == set()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize(("sender", "receiver"), LAYOUTS)
+def test_a_prompt_arrives_whole_through_host_memory(
+    engines: Make,
+    remote: Callable[..., RemoteEngine],
+    transport: str,
+    sender: dict[str, Any],
+    receiver: dict[str, Any],
+) -> None:
+    prefill = engines("prefill", transport=transport, **sender)
+    decode = remote("decode", transport=transport, **receiver)
+    prefill.prefill("early", 75, params(decode, "early"), chunk=30)
+    prefill.finish("early")
+    decode.ask("wait_for_remote", "early", 75, "early")
+    for i in range(3):
+        decode.ask("wait_for_remote", f"d{i}", 75 + i, f"t{i}")
+        prefill.prefill(f"p{i}", 75 + i, params(decode, f"t{i}"), chunk=30)
+        prefill.finish(f"p{i}")
+    for name, tokens in (("early", 75), ("d0", 75), ("d1", 76), ("d2", 77)):
+        decode.ask("until_loaded", name)
+        assert decode.ask("holds", name, 0, tokens)
+    for name in ("early", "p0", "p1", "p2"):
+        prefill.until_sent(name)
+    assert decode.ask("bad") == set()
+
+
+def test_copies_through_host_memory_wait_for_what_computes(engines: Make) -> None:
+    """Decode computes into blocks that were another request's until just before."""
+    prefill, decode = engines("prefill", transport="tcp"), engines("decode", transport="tcp")
+    worker = decode.workers[0]
+    worker.memory.later(lambda: worker.storage.fill_(SPOILT))
+    decode.wait_for_remote("d", 50, "t")
+    prefill.prefill("p", 50, params(decode))
+    decode.until_loaded("d")
+    worker.memory.stream.synchronize()
+    assert decode.holds("d", 0, 50)
 
 
 def test_what_is_pushed_after_its_step_waits_for_the_step(
@@ -172,12 +211,17 @@ def test_a_prefill_that_is_killed_fails_the_load_and_another_serves(
     assert decode.holds("d", 0, 64)
 
 
-def test_expandable_segments_are_refused_with_what_to_do(
+def test_expandable_segments_go_through_the_host_or_are_refused_with_what_to_do(
     remote: Callable[..., RemoteEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(os.environ, "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(ConfigError, match="without expandable segments"):
-        remote("decode", blocks=4096)
+        remote("decode", blocks=4096, transport="cuda_ipc")
+    prefill, decode = remote("prefill", blocks=4096), remote("decode", blocks=4096)
+    decode.ask("wait_for_remote", "d", 75, "t")
+    prefill.ask("prefill", "p", 75, params(decode))
+    decode.ask("until_loaded", "d")
+    assert decode.ask("holds", "d", 0, 75)
 
 
 def test_a_cache_as_vllm_has_it_on_a_gpu_is_described() -> None:

@@ -4,6 +4,8 @@ the backend that alone knows its pool's layout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -49,7 +51,7 @@ class DeviceStore(Store):
     ) -> Moment | None:
         rows = self._pool.rows(layer)
         memory = torch.from_numpy(slots_bs)[:, : rows.shape[1]]
-        sources = [memory[first:end] for first, end in _runs(slots)]
+        sources = [memory[first:end] for first, end in runs(slots)]
         stored = self._copies.store(rows, np.array(blocks, np.int32), sources)
         self._copies.follow(stored)
         return stored
@@ -113,7 +115,7 @@ def store_of(pool: Pool, backend: AttentionBackend) -> Store:
     return DeviceStore(pool) if pool.copies.apart else HostStore(pool.layout, pool.host)
 
 
-def _runs(slots: list[int]) -> list[tuple[int, int]]:
+def runs(slots: Sequence[int]) -> list[tuple[int, int]]:
     """First and end of stretches of slots that adjoin."""
     found: list[tuple[int, int]] = []
     for slot in slots:

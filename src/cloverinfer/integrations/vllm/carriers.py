@@ -27,20 +27,32 @@ def kind_of(buffers: Sequence[Memory]) -> str:
 def carriers(transport: str, kind: str) -> list[str]:
     """``transport`` alone, or where that is auto, all that this host can use, fastest first.
     ``ConfigError`` where none moves memory of this kind between processes, with what does."""
-    able = [each for each in ORDER if each in transport_names() and _reaches(each, kind)]
+    known = [each for each in ORDER if each in transport_names()]
+    direct = [each for each in known if _reaches(each, kind)]
+    copying = [each for each in known if is_staged(each, kind)]
     if transport != AUTO:
-        if transport not in able:
+        if transport not in (*direct, *copying):
             raise ConfigError(
                 f"the KV cache is {_PLACES[kind]}, where transport {transport} does not reach: "
-                f"set it to auto or to one of {', '.join(able)}"
+                f"set it to auto or to one of {', '.join((*direct, *copying))}"
             )
         return [transport]
+    # Processes of one host whose GPUs do not reach each other have the network's wire, too.
+    able = [*direct, *(each for each in copying if capabilities_of(each).cross_host)]
     lacking = {each: missing(each) for each in able}
     usable = [each for each in able if not lacking[each]]
     if not usable:
         reasons = "; ".join(f"{each}: {reason}" for each, reason in lacking.items())
         raise ConfigError(f"the KV cache is {_PLACES[kind]}, and nothing here moves it: {reasons}")
     return usable
+
+
+def is_staged(transport: str, kind: str) -> bool:
+    """Whether it moves a GPU's cache by way of copies in host memory."""
+    if kind != CUDA or transport == "ray":
+        return False
+    able = capabilities_of(transport)
+    return able.cross_process and kind not in able.memory and able.puts_into_any_memory
 
 
 def _reaches(transport: str, kind: str) -> bool:

@@ -23,9 +23,11 @@ from ...core.errors import ConfigError, DeadlineError, TransportError
 from ...transport import Endpoint, Events, Peer, Region, create_endpoint
 from ...transport.base import DEFAULT_TIMEOUT
 from ...transport.tcp import whoever_listens
-from .carriers import AUTO, carriers, kind_of
+from .carriers import AUTO, carriers, is_staged, kind_of
+from .grid import Match
 from .memory import Memory
 from .settings import Settings
+from .staged import MIB, Device, Outlet, Stage
 from .wire import Beat, Message, WireInfo, Worker, decode, encode
 
 log = logging.getLogger(__name__)
@@ -58,11 +60,22 @@ class Wire:
     """One endpoint, its thread and this worker's memory on it."""
 
     def __init__(
-        self, endpoint: Endpoint, buffers: Sequence[Memory], user: User, settings: Settings
+        self,
+        endpoint: Endpoint,
+        buffers: Sequence[Memory],
+        user: User,
+        settings: Settings,
+        stage: Stage | None = None,
     ) -> None:
+        """``stage``: of memory that the endpoint does not reach, in place of ``buffers``."""
         self.endpoint = endpoint
         self.name = endpoint.capabilities.name
-        self.regions: list[Region] = [endpoint.register(buffer) for buffer in buffers]
+        self.stage = stage
+        self.regions: list[Region] = (
+            [endpoint.register(buffer) for buffer in buffers]
+            if stage is None
+            else [stage.landing.region]
+        )
         self.listened = 0.0
         """Seconds for which peers were listened to: the clock by which their silence counts. It
         stands still while this thread, or the whole process, does, since what they said meanwhile
@@ -85,7 +98,8 @@ class Wire:
 
     @property
     def info(self) -> WireInfo:
-        return WireInfo(self.endpoint.address(), [region.ref for region in self.regions])
+        grids = self.stage.landing.grids if self.stage is not None else []
+        return WireInfo(self.endpoint.address(), [region.ref for region in self.regions], grids)
 
     def call(self, act: Callable[[], None]) -> None:
         """Runs ``act`` in the wire's thread, where alone connections and ranges may be made."""
@@ -195,10 +209,16 @@ class Courier:
     """All wires of one worker; the door is among them."""
 
     def __init__(
-        self, rank: int, settings: Settings, buffers: Sequence[Memory], user: User
+        self,
+        rank: int,
+        settings: Settings,
+        buffers: Sequence[Memory],
+        user: User,
+        device: Device | None = None,
     ) -> None:
         """``ConfigError`` where the meeting point's port is taken, since peers know it by its
-        number, and where no wire takes this memory."""
+        number, and where no wire takes this memory. ``device``: the cache, where it is on one."""
+        self._device = device
         self.wires: dict[str, Wire] = {}
         self._rank, self._settings, self._user = rank, settings, user
         self._known: dict[tuple[str | None, int | None], str] = {}
@@ -240,7 +260,11 @@ class Courier:
     def _open(self, transport: str, network: NetworkConfig, buffers: Sequence[Memory]) -> Wire:
         endpoint = create_endpoint(transport, f"kv-{self._rank}-{transport}", network)
         try:
-            return Wire(endpoint, buffers, self._user, self._settings)
+            stage = None
+            if buffers and self._device is not None and is_staged(transport, kind_of(buffers)):
+                nbytes = self._settings.staging_mib * MIB
+                stage = Stage(self._device, endpoint.register, nbytes)
+            return Wire(endpoint, buffers, self._user, self._settings, stage)
         except BaseException:
             endpoint.close()
             raise
@@ -282,6 +306,16 @@ class Courier:
                 del self._known[host, port]  # it has ended; another may be there by now
         peer = endpoint.connect(whoever_listens(host, port), CONNECT_SECONDS)
         door.post(peer, data)
+
+    def outlets(self, wire: Wire, matches: Sequence[Match]) -> list[Outlet | None]:
+        """By layer, the ways through host memory that puts over this wire take, if they must."""
+        if wire.stage is None or self._device is None:
+            return [None] * len(matches)
+        return [Outlet(self._device, wire.stage.circle, match) for match in matches]
+
+    @property
+    def stages(self) -> list[Stage]:
+        return [wire.stage for wire in self.wires.values() if wire.stage is not None]
 
     def close(self) -> None:
         atexit.unregister(self.close)

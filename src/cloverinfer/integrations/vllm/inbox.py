@@ -19,15 +19,17 @@ from functools import partial
 
 from ...core.errors import ConfigError
 from ...kvcache.layout import PoolLayout
+from ...nodes.errands import Errands
 from ...nodes.transfers import TransferReceiver
 from ...transport import Peer
 from ...wire.messages import CancelTransfer, ExpectTransfer, KVChunk, TransferDone
 from ...wire.notices import MAX_TRANSFERS, KVNotice, unpack
 from .courier import Courier, Wire, is_cut_off
-from .incoming import Claimed, Incoming, Source
+from .incoming import Claimed, Incoming, Landed, Source
 from .meeting import matches_of, partners, wire_between
 from .plan import Loaded, LoadStart
 from .settings import Settings
+from .staged import Landing
 from .wire import (
     Beat,
     Claim,
@@ -75,6 +77,11 @@ class Inbox:
         self._hopeless: OrderedDict[str, str] = OrderedDict()
         self._over: OrderedDict[str, None] = OrderedDict()
         """Transfers that have ended here, so that late claims need not wait."""
+        self._landed: dict[int, Landed] = {}
+        """By slot, where blocks go through host memory."""
+        self._queue: OrderedDict[str, None] = OrderedDict()
+        """Transfers that wait for room there."""
+        self._errands = Errands(f"kv-land-{me.rank}") if courier.stages else None
         self._receiver = TransferReceiver(me.name, layout, self._done)
         self._loaded: dict[str, Loaded] = {}
         self._bad_blocks: set[int] = set()
@@ -123,14 +130,21 @@ class Inbox:
             elif isinstance(message, Dropped):
                 self._left(source.name, message.slot)
             elif isinstance(message, KVChunk):
+                landed = self._landed.get(message.transfer)
+                if landed is not None:
+                    landed.announce(source.name, message)
                 self._receiver.handle(source.name, message)
             return True
 
     def noticed(self, wire: Wire, peer: Peer, notice: int) -> None:
         with self._lock:
             source, what = self._source_at(wire, peer), unpack(notice)
-            if source is not None and isinstance(what, KVNotice):
+            if source is None or not isinstance(what, KVNotice):
+                return
+            if source.wire.stage is None:
                 self._receiver.notice(source.name, what)
+            else:
+                self._land(source.name, what)
 
     def tick(self, now: float) -> None:
         with self._lock:
@@ -154,6 +168,73 @@ class Inbox:
             source = self._sources.get(name)
             if source is not None and source.peer is not None:
                 source.wire.tell(source.peer, drop)
+
+    def close(self) -> None:
+        if self._errands is not None:
+            self._errands.close()
+
+    # -- through host memory
+
+    def _land(self, source: str, notice: KVNotice) -> None:
+        """A layer's blocks are in host memory: proven once the device has them. Under the lock."""
+        landed = self._landed.get(notice.transfer)
+        chunk = landed.come(source, notice) if landed is not None else None
+        if landed is None or chunk is None or self._errands is None:
+            return
+        landed.incoming.storing += 1
+        self._errands.ask(partial(self._store, source, notice, landed, chunk))
+
+    def _store(self, source: str, notice: KVNotice, landed: Landed, chunk: KVChunk) -> None:
+        """In the errands' thread. Where the device fails its blocks stay taken: it may still write
+        to them."""
+        with self._lock:
+            current = landed.current
+        if current:
+            landed.store(chunk, notice.layer).wait()
+        with self._lock:
+            incoming = landed.incoming
+            incoming.storing -= 1
+            if landed.current:
+                self._receiver.notice(source, notice)
+            elif self._transfers.get(incoming.start.transfer) is incoming:
+                self._go_on(incoming)
+
+    def _make_room(self, incoming: Incoming, claimed: Claimed, landing: Landing) -> Landed | None:
+        """Where its blocks land; None where it must wait, or has failed."""
+        transfer, count = incoming.start.transfer, len(incoming.blocks)
+        if count > landing.blocks:
+            self._fail(
+                incoming,
+                f"the prompt has {count} blocks, and {landing.blocks} have room in host memory on "
+                "their way to the GPU: raise staging_mib",
+            )
+            return None
+        first = next(iter(self._queue), transfer) == transfer
+        blocks = landing.take(count) if first else None
+        if blocks is None:
+            self._queue[transfer] = None
+            return None
+        self._queue.pop(transfer, None)
+        return Landed(landing, incoming, claimed, blocks)
+
+    def _free(self, slot: int) -> None:
+        """Nobody writes to what was granted by this slot any more."""
+        del self._slots[slot]
+        landed = self._landed.pop(slot, None)
+        if landed is not None:
+            landed.landing.give(landed.blocks)
+            self._next_in_line()
+
+    def _next_in_line(self) -> None:
+        """Those that waited for room, while there is some."""
+        for transfer in list(self._queue):
+            incoming = self._transfers.get(transfer)
+            if incoming is None or incoming.claimed is None:
+                self._queue.pop(transfer, None)
+                continue
+            self._go_on(incoming)
+            if transfer in self._queue:
+                return
 
     # -- meeting
 
@@ -260,7 +341,7 @@ class Inbox:
 
     def _go_on(self, incoming: Incoming) -> None:
         """Once nobody may write that should not: grants, or reports."""
-        if incoming.leaving:
+        if incoming.leaving or incoming.storing:
             return
         if incoming.over:
             self._end(incoming)
@@ -270,10 +351,23 @@ class Inbox:
     def _grant(self, incoming: Incoming, claimed: Claimed) -> None:
         """To each of the attempt's workers that has come and was not granted yet."""
         start = incoming.start
+        sources = [self._sources[name] for name in claimed.claims if name in self._sources]
+        stages = [each.wire.stage for each in sources]
+        if any(stage is not stages[0] for stage in stages):
+            self._fail(incoming, "prefill's workers come over wires that reach the GPU and others")
+            return
+        stage = stages[0] if stages else None
         if claimed.slot < 0:
+            landed = None
+            if stage is not None:
+                landed = self._make_room(incoming, claimed, stage.landing)
+                if landed is None:
+                    return
             claimed.slot, claimed.number = self._free_slot(), next(self._numbers)
             claimed.granted = time.monotonic()
             self._slots[claimed.slot] = incoming
+            if landed is not None:
+                self._landed[claimed.slot] = landed
             first, *others = claimed.expected
             self._receiver.expect(
                 ExpectTransfer(
@@ -287,18 +381,18 @@ class Inbox:
                     others,
                 )
             )
+        there = self._landed.get(claimed.slot)
         grant = Grant(
             start.transfer,
             claimed.attempt,
             claimed.slot,
             claimed.number,
-            incoming.blocks,
+            incoming.blocks if there is None else there.blocks,
             start.start,
             start.end,
         )
-        for name in claimed.claims:
-            source = self._sources.get(name)
-            if source is not None and source.peer is not None:
+        for source in sources:
+            if source.peer is not None:
                 source.wire.tell(source.peer, grant)
 
     def _free_slot(self) -> int:
@@ -318,8 +412,8 @@ class Inbox:
             self._fail(incoming, done.error)
             return
         # Every promised byte is there, so nothing of it can be under way.
-        del self._slots[done.transfer]
         self._forget(incoming)
+        self._free(done.transfer)
         tokens = incoming.start.end - incoming.start.start
         seconds = time.monotonic() - claimed.granted
         self._report(incoming.start, Loaded(claimed.attempt, tokens, seconds))
@@ -350,7 +444,7 @@ class Inbox:
             return
         del incoming.leaving[name]
         if all(each.slot != slot for each in incoming.leaving.values()):
-            del self._slots[slot]
+            self._free(slot)
         self._go_on(incoming)
 
     def _given_up(self, message: GiveUp) -> None:
@@ -389,6 +483,8 @@ class Inbox:
         del self._transfers[transfer]
         self._over[transfer] = None
         _shorten(self._over)
+        if self._queue.pop(transfer, 0) is None:
+            self._next_in_line()
 
     def _report(self, load: LoadStart, loaded: Loaded, bad: bool = False) -> None:
         self._loaded[load.request] = loaded

@@ -5,6 +5,8 @@ Pure functions of what two ``Worker`` records say.
 
 from __future__ import annotations
 
+import msgspec
+
 from ...core.errors import ConfigError
 from ...transport.choice import ORDER, reason_against
 from .grid import Match, match
@@ -44,6 +46,12 @@ def matches_of(prefill: Worker, decode: Worker) -> list[Match]:
     ]
 
 
+def landed(worker: Worker, transport: str) -> Worker:
+    """As what comes over that wire finds it."""
+    grids = worker.wires[transport].grids
+    return msgspec.structs.replace(worker, grids=grids) if grids else worker
+
+
 def _replicated(prefill: Worker, decode: Worker) -> bool:
     return any(one.ranks * one.heads.count > one.all_heads for one in (prefill, decode))
 
@@ -61,9 +69,11 @@ def partners(rank: int, ranks: int, others: int) -> list[int]:
 
 
 def wire_between(a: Worker, b: Worker) -> str:
-    """The first of the order that both have; ``ConfigError`` with the reasons where none is."""
+    """The first of the order that both have, those last that need copies; ``ConfigError`` with the
+    reasons where none is."""
     reasons = []
-    for transport in ORDER:
+    staged = {name for worker in (a, b) for name, info in worker.wires.items() if info.grids}
+    for transport in sorted(ORDER, key=lambda name: name in staged):
         if transport not in a.wires or transport not in b.wires:
             continue
         reason = reason_against(transport, [(a.offer, b.offer)])

@@ -44,6 +44,8 @@ class Pool:
     """One for each of ``layers``. Their blocks may be parts of the scheduler's."""
     split: int
     """Blocks of the grids that one block of the scheduler's is."""
+    storages: list[Any]
+    """What the tensors lie in, beside ``buffers``."""
 
     @property
     def device(self) -> int | None:
@@ -54,7 +56,7 @@ class Pool:
 
 def pool_of(caches: Mapping[str, Any], shape: Shape) -> Pool:
     """``ConfigError`` for memory that nothing moves and for layouts that are not understood."""
-    storages: dict[int, tuple[int, Memory]] = {}
+    storages: dict[int, tuple[int, Memory, Any]] = {}
     seen: set[tuple[Any, ...]] = set()
     layers, grids = [], []
     for name, tensor in caches.items():
@@ -66,7 +68,8 @@ def pool_of(caches: Mapping[str, Any], shape: Shape) -> Pool:
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
         if start not in storages:
-            storages[start] = len(storages), _memory(tensor.device, start, storage.nbytes())
+            memory = _memory(tensor.device, start, storage.nbytes())
+            storages[start] = len(storages), memory, storage
         layers.append(name)
         grids.append(_grid(name, tensor, shape, storages[start][0], tensor.data_ptr() - start))
     if not grids:
@@ -78,7 +81,8 @@ def pool_of(caches: Mapping[str, Any], shape: Shape) -> Pool:
     if len(blocks) > 1:
         raise ConfigError(f"layers have caches of {sorted(blocks)} blocks: they must be alike")
     split = grids[0].blocks // shape.num_blocks
-    return Pool([memory for _, memory in storages.values()], layers, grids, split)
+    buffers, kept = ([each[i] for each in storages.values()] for i in (1, 2))
+    return Pool(buffers, layers, grids, split, kept)
 
 
 def _check(name: str, tensor: Any) -> None:

@@ -85,7 +85,7 @@ class Outbox:
                 (leg, job)
                 for out in self._progressing
                 for leg in out.legs.values()
-                if (job := out.next_job(leg, out.planned)) is not None
+                for job in out.jobs(leg, out.planned)
             ]
             if not jobs:
                 return
@@ -259,10 +259,10 @@ class Outbox:
     def _catch_up(self, out: Outgoing) -> None:
         """Pushes what is computed and was not pushed with its step."""
         for leg in out.legs.values():
-            job = out.next_job(leg, out.computed)
-            if job is None:
+            jobs = list(out.jobs(leg, out.computed))
+            if not jobs:
                 continue
-            pushes = StepPushes([job])
+            pushes = StepPushes(jobs)
             leg.open.append(pushes)
             self._sender.begin(pushes)
             self._sender.layers(pushes, range(len(self._me.grids)), out.ready)

@@ -5,7 +5,7 @@ Values and their rules; who meets whom, threads and time are ``outbox``'s busine
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +19,7 @@ from ...wire.notices import pack_kv
 from .courier import Wire
 from .grid import Index, Match
 from .plan import SendStart
+from .staged import Outlet
 from .wire import Drop, Grant, Worker, encode
 
 
@@ -126,9 +127,15 @@ class Outgoing:
             return False
         return bool(self.failed) or (self.routed and all(leg.over for leg in self.legs.values()))
 
-    def next_job(self, leg: Leg, until: int) -> Job | None:
+    def jobs(self, leg: Leg, until: int) -> Iterator[Job]:
+        """All that positions up to ``until`` newly complete of the leg's blocks."""
+        while (job := self._next_job(leg, until)) is not None:
+            yield job
+
+    def _next_job(self, leg: Leg, until: int) -> Job | None:
         """What positions up to ``until`` newly complete of the leg's blocks: whole ones, and with
-        the prompt's end the last. Marks them as pushed."""
+        the prompt's end the last; some of them where they are too many at once. Marks them as
+        pushed."""
         grant = leg.grant
         if grant is None or leg.over or self.failed:
             return None
@@ -138,6 +145,7 @@ class Outgoing:
         blocks = len(grant.blocks) if until >= grant.end else max(ready, 0) // size
         if blocks <= leg.pushed:
             return None
+        blocks = min(blocks, leg.pushed + leg.target.pusher.largest)
         first, number = leg.pushed, leg.chunks
         leg.pushed, leg.chunks = blocks, number + 1
         begin = grant.start + first * size
@@ -178,14 +186,25 @@ class TargetPusher:
     """Puts jobs into one target's memory; called from the sender's thread."""
 
     def __init__(
-        self, name: str, wire: Wire, peer: Peer, matches: list[Match], ranges: list[Ranges]
+        self,
+        name: str,
+        wire: Wire,
+        peer: Peer,
+        matches: list[Match],
+        ranges: list[Ranges],
+        outlets: Sequence[Outlet | None],
     ) -> None:
+        """By layer: ``matches``, their ``ranges``, and the ways through host memory, where those
+        lead from there. ``ConfigError`` where that does not hold a block."""
         self.name = name
         self.wire = wire
         self.peer = peer
         self.block_size = matches[0].theirs.block_size
         self._matches = matches
         self._ranges = ranges
+        self._outlets = outlets
+        self.largest = min((each.largest for each in outlets if each is not None), default=1 << 31)
+        """Blocks of a job at most."""
 
     def announce(self, job: Job) -> None:
         grant = job.grant
@@ -193,12 +212,27 @@ class TargetPusher:
         self.wire.endpoint.send(self.peer, encode(chunk))
 
     def put_layers(self, job: Job, layers: Sequence[int], ready: Moment, track: Track) -> None:
-        slot, number = job.grant.slot, job.number
-        puts = [
-            Put(self._ranges[i], job.rows(self._matches[i]), pack_kv(slot, number, i))
-            for i in layers
-        ]
+        if self.wire.stage is not None:
+            for layer in layers:
+                self._put_copy(job, layer, ready, track)
+            return
+        puts = [Put(self._ranges[i], job.rows(self._matches[i]), _notice(job, i)) for i in layers]
         endpoint, seconds = self.wire.endpoint, self.wire.put_seconds
         tickets = endpoint.put_many(puts, seconds, ready.handle)
-        for layer, put, ticket in zip(layers, puts, tickets, strict=True):
-            track(ticket, len(put.index) * self._matches[layer].length)
+        for put, ticket in zip(puts, tickets, strict=True):
+            track(ticket, len(put.index) * put.ranges.local.length)
+
+    def _put_copy(self, job: Job, layer: int, ready: Moment, track: Track) -> None:
+        """By way of the wire's circle of host memory; returns once it is copied there."""
+        stage, outlet, ranges = self.wire.stage, self._outlets[layer], self._ranges[layer]
+        assert stage is not None
+        assert outlet is not None
+        index = outlet.fetch(job.rows(self._matches[layer]), ready)
+        notice = _notice(job, layer)
+        ticket = self.wire.endpoint.put(ranges, index, notice, self.wire.put_seconds)
+        stage.circle.put(ticket)
+        track(ticket, len(index) * ranges.local.length)
+
+
+def _notice(job: Job, layer: int) -> int:
+    return pack_kv(job.grant.slot, job.number, layer)

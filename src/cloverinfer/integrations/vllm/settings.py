@@ -45,12 +45,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Seconds for which decode's blocks wait for a prefill, and prefill's for a decode."""
     retry_timeout: float = 10.0
     """Seconds for which decode's blocks wait for the next prefill after one was lost."""
+    staging_mib: int = 1024
+    """MiB of host memory in which blocks land whose cache is on a GPU, over wires that do not reach
+    it; what has come before the others is as large as its prompts. Taken as it is used."""
     model_id: str = ""
     """Compared between peers; for models whose shape alone does not tell them apart."""
 
     def __post_init__(self) -> None:
         _check("kv_host", self.kv_host, bool(self.kv_host), "a host name or an address")
         _check("kv_port", self.kv_port, 1 <= self.kv_port <= 65535, "from 1 to 65535")
+        _check("staging_mib", self.staging_mib, 1 <= self.staging_mib <= 1 << 20, "from 1 to 2^20")
         _check("transport", self.transport, self.transport in _DATA_WIRES, _one_of(_DATA_WIRES))
         for name in ("lease", "claim_timeout", "retry_timeout"):
             value = getattr(self, name)

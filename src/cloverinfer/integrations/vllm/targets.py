@@ -19,9 +19,11 @@ import msgspec
 from ...core.errors import CloverError, ConfigError, TransportError
 from ...transport import Peer, Slices
 from .courier import Courier, Wire
-from .meeting import matches_of
+from .grid import Match
+from .meeting import landed, matches_of
 from .outgoing import Target, TargetPusher
-from .wire import GiveUp, Greeting, Refusal, Welcome, Worker
+from .staged import Outlet
+from .wire import GiveUp, Greeting, Refusal, Welcome, WireInfo, Worker
 
 log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 8.0
@@ -142,20 +144,28 @@ class Targets:
 
     def _prepare(self, target: Target, wire: Wire, worker: Worker) -> TargetPusher | None:
         """None where it was greeted only to learn how many workers its engine has."""
-        matches = matches_of(self._me, worker)
+        matches = matches_of(self._me, landed(worker, wire.name))
         if not matches:
             return None
         info = worker.wires[wire.name]
         peer = wire.endpoint.connect(info.address)
+        outlets = self._courier.outlets(wire, matches)
         try:
             ranges = [
-                wire.endpoint.prepare(
-                    peer,
-                    Slices(wire.regions[match.mine.region], match.my_offsets(), match.length),
-                    Slices(info.regions[match.theirs.region], match.their_offsets(), match.length),
-                )
-                for match in matches
+                wire.endpoint.prepare(peer, *_slices(wire, info, match, outlet))
+                for match, outlet in zip(matches, outlets, strict=True)
             ]
         except TransportError as problem:
             raise _DeniedError(str(problem)) from problem
-        return TargetPusher(target.name, wire, peer, matches, ranges)
+        return TargetPusher(target.name, wire, peer, matches, ranges, outlets)
+
+
+def _slices(
+    wire: Wire, info: WireInfo, match: Match, outlet: Outlet | None
+) -> tuple[Slices, Slices]:
+    """Of one layer: here and there."""
+    region = info.regions[match.theirs.region]
+    if outlet is not None:
+        return outlet.local, outlet.remote(region)
+    mine = Slices(wire.regions[match.mine.region], match.my_offsets(), match.length)
+    return mine, Slices(region, match.their_offsets(), match.length)

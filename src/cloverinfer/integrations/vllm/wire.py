@@ -16,7 +16,7 @@ from ...transport.choice import Offer
 from ...wire.messages import KVChunk
 from .grid import Grid, Heads
 
-VERSION = 1
+VERSION = 2
 """Of these messages; peers must have the same."""
 
 
@@ -25,6 +25,9 @@ class WireInfo(msgspec.Struct, frozen=True, array_like=True):
 
     address: str
     regions: list[RegionRef]
+    grids: list[Grid]
+    """Where blocks land that the wire cannot put into the cache itself, in place of the worker's;
+    empty where it can."""
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

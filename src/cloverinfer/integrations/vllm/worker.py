@@ -29,6 +29,7 @@ from .memory import Pool, Shape, pool_of
 from .outbox import Outbox
 from .plan import Loaded, StepPlan
 from .settings import Settings
+from .staged import Device
 from .wire import VERSION, Message, Worker
 
 log = logging.getLogger(__name__)
@@ -88,8 +89,10 @@ class WorkerHalf:
         pool = pool_of(caches, self._engine.shape)
         self._layers = {name: i for i, name in enumerate(pool.layers)}
         settings, engine = self._settings, self._engine
-        courier = self._courier = Courier(engine.rank, settings, pool.buffers, self)
-        mark = self._copies(_device_name(pool)).mark
+        copies = self._own_copies = self._copies(_device_name(pool))
+        device = Device(pool.grids, pool.storages, copies) if pool.device is not None else None
+        courier = self._courier = Courier(engine.rank, settings, pool.buffers, self, device)
+        mark = copies.mark
         self._gate = Gate(mark, waits=pool.device is not None)
         me = _describe(settings, engine, pool, courier)
         self._outbox = Outbox(settings, me, courier, (pool.split, mark), self._lock)
@@ -152,7 +155,11 @@ class WorkerHalf:
     def close(self) -> None:
         if self._courier is not None:
             self._gate.close()
+            for stage in self._courier.stages:
+                stage.close()
+            self._inbox.close()
             self._outbox.close()
+            self._own_copies.close()
             self._courier.close()
             self._courier = None
 
@@ -168,6 +175,9 @@ class WorkerHalf:
         self._inbox.noticed(wire, peer, notice)
 
     def settled(self) -> None:
+        if self._courier is not None:
+            for stage in self._courier.stages:
+                stage.circle.look()
         self._outbox.settle()
 
     def tick(self) -> None:
