@@ -134,6 +134,28 @@ def test_one_that_waits_for_room_and_is_aborted_lets_the_next_in(engines, little
     room_is_back(decode)
 
 
+def test_one_that_waits_for_room_and_loses_its_prefill_lets_the_next_in(engines, little_room):
+    prefill, lost = engines("prefill", **little_room), engines("prefill", **little_room)
+    decode = engines("decode", lease=1000.0, retry_timeout=1000.0, **little_room)
+    inbox = decode.workers[0].half._inbox
+
+    def claimed(name):
+        return name in inbox._transfers and inbox._transfers[name].claimed
+
+    asked = [("first", 32, prefill), ("second", 64, lost), ("third", 32, prefill)]
+    for name, tokens, which in asked:
+        decode.wait_for_remote(f"d-{name}", tokens, name)
+        which.begin(f"p-{name}", tokens, params(decode, name))
+        which.compute(f"p-{name}", chunk=16, upto=16)
+        until(lambda name=name: claimed(name), "the claim")
+    until(lambda: list(inbox._queue) == ["second", "third"], "two wait")
+    lost.close()
+    prefill.step("p-third", 16, 16)
+    decode.until_loaded("d-third")
+    assert decode.holds("d-third", 0, 32)
+    assert claimed("first")
+
+
 def test_a_prompt_that_never_has_room_fails_with_what_to_do(engines, little_room):
     prefill, decode = engines("prefill", **little_room), engines("decode", **little_room)
     decode.wait_for_remote("d", 65, "t")

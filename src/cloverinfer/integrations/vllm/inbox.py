@@ -225,6 +225,12 @@ class Inbox:
             landed.landing.give(landed.blocks)
             self._next_in_line()
 
+    def _leave_queue(self, incoming: Incoming) -> None:
+        transfer = incoming.start.transfer
+        if transfer in self._queue:
+            del self._queue[transfer]
+            self._next_in_line()
+
     def _next_in_line(self) -> None:
         """Those that waited for room, while there is some."""
         for transfer in list(self._queue):
@@ -423,6 +429,7 @@ class Inbox:
         claimed, incoming.claimed = incoming.claimed, None
         if claimed is None:
             return
+        self._leave_queue(incoming)
         log.info("transfer %s, attempt %d: %s", incoming.start.transfer, claimed.attempt, reason)
         drop = Drop(claimed.slot, incoming.start.transfer, claimed.attempt)
         if claimed.slot >= 0:
@@ -483,8 +490,7 @@ class Inbox:
         del self._transfers[transfer]
         self._over[transfer] = None
         _shorten(self._over)
-        if self._queue.pop(transfer, 0) is None:
-            self._next_in_line()
+        self._leave_queue(incoming)
 
     def _report(self, load: LoadStart, loaded: Loaded, bad: bool = False) -> None:
         self._loaded[load.request] = loaded
