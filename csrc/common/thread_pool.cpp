@@ -10,6 +10,9 @@ namespace {
 // enough that an idle engine uses no core.
 constexpr std::chrono::microseconds kAwake(100);
 
+constexpr int64_t kLine = 64;  // bytes of a cache line
+constexpr int kAtOnce = 4;     // lines that are asked for between two looks for a job
+
 void pause() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -91,10 +94,22 @@ void ThreadPool::await_workers() {
   caller_sleeps_ = false;
 }
 
+void ThreadPool::look_ahead(int thread, const uint8_t* from, const uint8_t* until) {
+  shares_[thread].ahead.store(from, std::memory_order_relaxed);
+  shares_[thread].ahead_end.store(until, std::memory_order_relaxed);
+}
+
 // The number of a job that is open and not `seen`; 0 at the end of the pool.
-uint64_t ThreadPool::await_job(uint64_t seen) {
+uint64_t ThreadPool::await_job(uint64_t seen, int thread) {
+  const uint8_t* at = shares_[thread].ahead.load(std::memory_order_relaxed);
+  const uint8_t* until = shares_[thread].ahead_end.load(std::memory_order_relaxed);
   const auto ready = [&] { return is_new(job_, seen) || stopping_; };
-  if (!spin(ready)) {
+  const auto ready_or_ask = [&] {
+    if (ready()) return true;
+    for (int i = 0; i < kAtOnce && at < until; ++i, at += kLine) __builtin_prefetch(at, 0, 2);
+    return false;
+  };
+  if (!spin(ready_or_ask)) {
     std::unique_lock<std::mutex> lock(mutex_);
     ++sleepers_;
     wake_.wait(lock, ready);
@@ -106,7 +121,7 @@ uint64_t ThreadPool::await_job(uint64_t seen) {
 
 void ThreadPool::work(int thread) {
   for (uint64_t seen = 0;;) {
-    const uint64_t job = await_job(seen);
+    const uint64_t job = await_job(seen, thread);
     if (job == 0 && stopping_) return;
     if (!is_new(job, seen)) continue;  // closed in the meantime
     seen = job;

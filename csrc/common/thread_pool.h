@@ -35,14 +35,23 @@ class ThreadPool {
   // must not throw. While another caller has the workers, this one runs its tasks alone.
   void run(int count, Task task, void* context);
 
+  // Memory [from, until) that a worker brings into its second-level cache while it waits, awake,
+  // for the job after the next one run: what that will read, which else begins cold. Stays until
+  // said otherwise; for the caller of `run` to say, before it.
+  void look_ahead(int thread, const uint8_t* from, const uint8_t* until);
+
  private:
   struct alignas(64) Share {
     std::atomic<int> next{0};
     int end = 0;
+    // A worker that missed a job may read one of these of that job and one of another, and bring in
+    // what nobody wants.
+    std::atomic<const uint8_t*> ahead{nullptr};
+    std::atomic<const uint8_t*> ahead_end{nullptr};
   };
 
   bool is_new(uint64_t job, uint64_t seen) const { return job % 2 == 1 && job != seen; }
-  uint64_t await_job(uint64_t seen);
+  uint64_t await_job(uint64_t seen, int thread);
   void await_workers();
   void work(int thread);
   void drain(int thread);

@@ -15,6 +15,8 @@ constexpr int kMany = 64;               // from here on tokens are split too
 constexpr int kManyTokens = 96;         // of a part
 constexpr int kManyBlocks = 4;          // of a part's outputs
 constexpr int64_t kAloneBytes = 32768;  // of weights; less is multiplied on one thread
+constexpr int kFoundBlocks = 2;         // of a share: brought in with the end of the matrix before
+constexpr int64_t kIdleBytes = 131072;  // and after these, by a thread that waits for the share
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -26,6 +28,21 @@ void each(ThreadPool& threads, int count, const Run& run) {
       const_cast<Run*>(&run));
 }
 
+// Has threads that wait for `next` bring in what their shares of it begin with; null: nothing.
+inline void look_ahead(ThreadPool& pool, const Matrix* next) {
+  const int64_t blocks = next ? ceil_div(next->outputs, kBlock) : 0, threads = pool.threads();
+  for (int64_t p = 0; p < threads; ++p) {
+    const int64_t from = blocks * p / threads + kFoundBlocks, until = blocks * (p + 1) / threads;
+    if (from >= until) {
+      pool.look_ahead(static_cast<int>(p), nullptr, nullptr);
+      continue;
+    }
+    const uint8_t* first = next->weight + from * next->block();
+    const int64_t bytes = std::min((until - from) * next->block(), kIdleBytes);
+    pool.look_ahead(static_cast<int>(p), first, first + bytes);
+  }
+}
+
 // A part is some blocks of outputs. A thread that has done its share finds the start of its share
 // of the `next` matrix on the way.
 template <typename Run>
@@ -34,6 +51,7 @@ void few_parts(ThreadPool& pool, const Matrix& m, const Matrix* next, const Rows
   const int64_t blocks = ceil_div(m.outputs, kBlock), threads = pool.threads();
   const bool alone = blocks * m.block() < kAloneBytes;
   const int64_t parts = alone ? 1 : std::min(blocks, threads * kPartsPerThread);
+  look_ahead(pool, next);
   each(pool, static_cast<int>(parts), [&](int i) {
     const int64_t first = blocks * i / parts, last = blocks * (i + 1) / parts;
     const uint8_t* ahead = m.weight + (last < blocks ? last : 0) * m.block();
@@ -49,6 +67,7 @@ template <typename Run>
 void many_parts(ThreadPool& pool, const Matrix& m, const Rows& x, const Run& run) {
   const int64_t across = ceil_div(ceil_div(m.outputs, kBlock), kManyBlocks);
   const int64_t down = ceil_div(x.count, kManyTokens);
+  look_ahead(pool, nullptr);
   each(pool, static_cast<int>(across * down), [&](int i) {
     const int64_t first = i % across * kManyBlocks * kBlock;
     const int64_t from = x.count * (i / across) / down, until = x.count * (i / across + 1) / down;
