@@ -57,6 +57,8 @@ ROUNDS = 5
 PEER_ROUNDS = 3
 LEAST = 0.03
 """Seconds of a round."""
+SETTLE = 0.005
+"""Seconds that do not count before it: OpenMP's threads of what ran before wait awake so long."""
 GOAL = 0.9
 """Of the floor, where the KV exceeds four times the last-level cache."""
 PROBE = 256 << 20
@@ -137,9 +139,13 @@ class Rotation:
         calls[0]()
 
     def seconds(self) -> float:
-        """Of one call, over at least one turn and ``LEAST`` seconds."""
+        """Of one call, over whole turns of ``LEAST`` seconds, once what ran before has settled."""
+        self._turns(SETTLE)
+        return self._turns(LEAST)
+
+    def _turns(self, least: float) -> float:
         done, started = 0, time.perf_counter()
-        while done == 0 or time.perf_counter() - started < LEAST:
+        while done == 0 or time.perf_counter() - started < least:
             for call in self.calls:
                 call()
             done += len(self.calls)
@@ -245,6 +251,8 @@ class Bench:
     cache: int
     probe: Probe
     reader: PagedReader | None
+    alone: bool
+    """Without peers."""
 
     def rows(self, shape: Shape) -> list[Row]:
         ours = self.ours(shape)
@@ -263,7 +271,7 @@ class Bench:
         if ours.paged:
             params["paged GB/s"] = round(statistics.median(ours.paged) / 1e9, 1)
             params["of paged"] = round(ours.of_paged(shape.kv_bytes, computing), 3)
-        for name, taken in self.taken(shape).items():
+        for name, taken in ({} if self.alone else self.taken(shape)).items():
             params[f"x {name}"] = "" if taken is None else round(taken / seconds, 2)
         return [Row(shape.name, seconds * 1e6, "us", params)]
 
@@ -298,7 +306,9 @@ def arguments() -> argparse.Namespace:
     made.add_argument(
         "--peer", action="append", default=[], metavar="NAME=PYTHON", help="llama.cpp, vllm"
     )
+    made.add_argument("--counted", action="store_true", help="only rows that the goal is for")
     made.add_argument("--part", type=part, default=(1, 1), metavar="I/N", help="of the rows")
+    made.add_argument("--ours", action="store_true", help="without peers")
     made.add_argument("--merge", type=Path, nargs="+", metavar="PATH", help="print these instead")
     return made.parse_args()
 
@@ -359,11 +369,13 @@ def main() -> None:
     peaks[torch.float16] = peaks[torch.float32]
     peers = [KernelPeer(peer, args.threads) for peer in args.peer]
     reader = PagedReader.build(args.threads)
-    bench = Bench(args.threads, peers, peaks, last_level_cache(), Probe(), reader)
+    bench = Bench(args.threads, peers, peaks, last_level_cache(), Probe(), reader, args.ours)
     print(described(args, bench))
     rows = []
     index, count = args.part
-    for shape in shapes([QUICK] if args.quick else args.rows or ["*"])[index - 1 :: count]:
+    wanted = shapes([QUICK] if args.quick else args.rows or ["*"])
+    wanted = [s for s in wanted if s.kv_bytes > 4 * bench.cache or not args.counted]
+    for shape in wanted[index - 1 :: count]:
         if shape.kv_bytes > LARGEST:
             print(f"{shape.name}: left out, {shape.kv_bytes / 2**30:.1f} GiB of KV")
             continue

@@ -252,6 +252,39 @@ def test_fused_prompts_agree_with_the_reference(
     assert (fast[1] - plain[1]).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-3)
 
 
+@pytest.mark.parametrize("isa", _native.attention_isas())
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("window", [None, 30])
+def test_prompts_and_chunks_agree_with_the_reference(
+    isa: str, dtype: torch.dtype, window: int | None
+) -> None:
+    """A fresh prompt, a chunk over a cached prefix and a decode row in one call."""
+    torch.manual_seed(5)
+    queries, lengths = [65, 40, 1], [65, 300, 90]
+    spec = make_spec(dtype, window=window)
+    needed = [blocks_for(length, BLOCK) for length in lengths]
+    backend = CpuAttention(2, isa)
+    backend.allocate(PoolLayout((spec,), BLOCK, sum(needed)), 6)
+    order = torch.randperm(sum(needed)).to(torch.int32)
+    tables = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
+    for table, own in zip(tables, order.split(needed), strict=True):
+        table[: len(own)] = own
+    kv = [torch.randn(2, length, 2, 64).to(dtype) for length in lengths]
+    for table, (k, v) in zip(tables, kv, strict=True):
+        at = torch.arange(len(k))
+        backend.append(0, k, v, table[at // BLOCK].long() * BLOCK + at % BLOCK)
+    q = torch.randn(sum(queries), 6, 64).to(dtype)
+    starts = torch.tensor([0, 65, 105, 106], dtype=torch.int32)
+    o, lse = backend.attend(0, q, starts, tables, torch.tensor(lengths, dtype=torch.int32))
+    backend.close()
+    for rows, (k, v) in zip(
+        zip(q.split(queries), o.split(queries), lse.split(queries), strict=True), kv, strict=True
+    ):
+        expected = attend_plain(spec, rows[0], k.transpose(0, 1), v.transpose(0, 1))
+        assert (rows[1].float() - expected[0].float()).abs().max() <= 3 * TOLERANCE[dtype]
+        assert (rows[2] - expected[1]).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-3)
+
+
 def test_the_reference_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
     q, (k, v) = torch.randn(50, 6, 16), torch.randn(2, 2, 80, 16).unbind()

@@ -1,7 +1,8 @@
-"""The CPU backend: paged decode attention in C++, prompts by torch's fused kernel.
+"""The CPU backend: paged attention in C++.
 
-The C++ side has threads of its own, which sleep between calls. Rows of more than a few query
-tokens are gathered and go through ``rows.attend_fast``, on torch's threads. Both read one pool.
+The C++ side has threads of its own, which sleep between calls. Without AVX-512, rows of more than a
+few query tokens are gathered and go through ``rows.attend_fast``, on torch's threads. Both read one
+pool.
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ _CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
 """``clover::attention::DType``."""
 _CODE_OF = {dtype: _CODES[name] for name, dtype in DTYPES.items()}
 HEAD_SIZE_STEP = 8
-_TABLE_QUERIES = 8
-"""Most query tokens of a row in a layer loop without Python."""
 _FUSED_QUERIES = 8
-"""Rows of more query tokens go to torch's kernel."""
+"""Without AVX-512, rows of more query tokens go to torch's kernel."""
+_ANY_QUERIES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class _Layer:
     k_token: tuple[int, int]
     v_token: tuple[int, int]
     o_token: tuple[int, int]
+    wide: bool
+    """Whether the kernels have AVX-512: then they serve prompts best too."""
 
 
 class CpuAttention(AttentionBackend):
@@ -77,7 +79,10 @@ class CpuAttention(AttentionBackend):
         )
         for spec in layout.specs:
             _add_layer(native, spec, num_heads)
-        self._layers = [_layer(spec, num_heads) for spec in layout.specs]
+        self._layers = [
+            _layer(spec, num_heads, native.isa(i).startswith("avx512"))
+            for i, spec in enumerate(layout.specs)
+        ]
         self._pool, self._native, self._heads = pool, native, num_heads
 
     def append(
@@ -113,7 +118,7 @@ class CpuAttention(AttentionBackend):
         tokens, rows = q_thd.shape[0], lengths_r.shape[0]
         check_floats("q", q_thd, (tokens, *of.q_token))
         _check_rows(query_starts, block_tables_rb, lengths_r)
-        most_queries = self._most_queries(layer, q_thd.dtype)
+        most_queries = _most_queries(of, q_thd.dtype)
         o_the = torch.empty((tokens, *of.o_token), dtype=q_thd.dtype)
         lse_th = torch.empty((tokens, of.o_token[0]))
         native.attend(
@@ -141,11 +146,6 @@ class CpuAttention(AttentionBackend):
                     )
         return o_the, lse_th
 
-    def _most_queries(self, layer: int, dtype: torch.dtype) -> int:
-        """Of rows that the native kernels serve best; 0: they serve all."""
-        spec = self._layers[layer].spec
-        return _FUSED_QUERIES if DTYPES.get(spec.dtype) == dtype else 0
-
     def _attend_prompt(
         self, layer: int, q_thd: torch.Tensor, table_b: torch.Tensor, length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,7 +166,8 @@ class CpuAttention(AttentionBackend):
         self._pool.import_blocks(blocks, data)
 
     def native(self) -> NativeAttention | None:
-        return NativeAttention(self._open().table(), _TABLE_QUERIES)
+        wide = all(of.wide for of in self._layers)
+        return NativeAttention(self._open().table(), _ANY_QUERIES if wide else _FUSED_QUERIES)
 
     def close(self) -> None:
         self._native = None  # joins its threads before the pool can go
@@ -203,13 +204,19 @@ def _add_layer(native: _native.CpuAttentionPool, spec: KVSpec, num_heads: int) -
     )
 
 
-def _layer(spec: KVSpec, num_heads: int) -> _Layer:
+def _most_queries(of: _Layer, dtype: torch.dtype) -> int:
+    """Of rows that the native kernels serve best; 0: they serve all."""
+    return 0 if of.wide or DTYPES.get(of.spec.dtype) != dtype else _FUSED_QUERIES
+
+
+def _layer(spec: KVSpec, num_heads: int, wide: bool) -> _Layer:
     return _Layer(
         spec=spec,
         q_token=(num_heads, spec.k_dim),
         k_token=(spec.kv_heads, spec.k_dim),
         v_token=(spec.kv_heads, spec.v_dim),
         o_token=(num_heads, spec.v_dim),
+        wide=wide,
     )
 
 
