@@ -18,14 +18,14 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64|i[3-6]86)$")
   endforeach()
 endif()
 
-# Adds kernel.cpp of this folder to `library`, once for each of the named instruction sets that the
+# Adds `sources` of this folder to `library`, once for each of the named instruction sets that the
 # compiler knows; the library's own files see CLOVER_HAVE_<NAME>.
-function(clover_add_kernels library)
+function(clover_add_kernels library sources)
   foreach(isa IN LISTS ARGN)
     if(NOT isa IN_LIST clover_isas)
       continue()
     endif()
-    add_library(${library}_${isa} OBJECT kernel.cpp)
+    add_library(${library}_${isa} OBJECT ${sources})
     target_include_directories(${library}_${isa} PRIVATE ${CMAKE_SOURCE_DIR}/csrc)
     target_compile_definitions(${library}_${isa} PRIVATE CLOVER_ISA=${isa})
     # ISO mode turns contraction of a * b + c into one fused operation off; the kernels want it.

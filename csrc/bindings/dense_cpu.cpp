@@ -176,11 +176,11 @@ void multiply(dense::Products& self, const Packed& packed, const MatrixSize& siz
     throw std::invalid_argument("sizes must be at least 1");
   const auto [tokens, stride] = rows;
   check_stride(stride, m.inputs, tokens, "x");
-  const uint16_t* from = at<uint16_t>(x, "x");
-  const uint16_t* added = at<uint16_t>(residual, "residual", false);
-  uint16_t* to = at<uint16_t>(y, "y");
+  const dense::SomeRows from = {at<uint16_t>(x, "x"), stride};
+  const dense::SomeRows added = {at<uint16_t>(residual, "residual", false), m.outputs};
+  const dense::SomeRows to = {at<uint16_t>(y, "y"), m.outputs};
   py::gil_scoped_release release;
-  self.multiply(m, from, stride, tokens, added, to);
+  self.multiply(m, tokens, from, added, to);
 }
 
 std::vector<int64_t> greedy(int64_t logits, int64_t rows, int64_t columns) {

@@ -4,6 +4,7 @@
 namespace clover {
 void bind_attention_cpu(pybind11::module_& m);
 void bind_attention_cuda(pybind11::module_& m);
+void bind_chain(pybind11::module_& m);
 void bind_checksum(pybind11::module_& m);
 void bind_dense_cpu(pybind11::module_& m);
 void bind_dense_cuda(pybind11::module_& m);
@@ -18,6 +19,7 @@ PYBIND11_MODULE(_native, m) {
   clover::bind_tables(m);
   clover::bind_attention_cpu(m);
   clover::bind_attention_cuda(m);
+  clover::bind_chain(m);
   clover::bind_checksum(m);
   clover::bind_dense_cpu(m);
   clover::bind_dense_cuda(m);

@@ -436,8 +436,16 @@ void rotate(const float* x, const uint16_t* weight, float eps, const uint16_t* c
 
 }  // namespace
 
+extern const RowKernels row_kernels;
 extern const Kernels kernels;
-const Kernels kernels = {
-    CLOVER_STRING(CLOVER_ISA), project, gate_up, encode_row, norm, rotate, narrow, widen};
+const Kernels kernels = {CLOVER_STRING(CLOVER_ISA),
+                         project,
+                         gate_up,
+                         encode_row,
+                         norm,
+                         rotate,
+                         narrow,
+                         widen,
+                         &row_kernels};
 
 }  // namespace clover::dense::CLOVER_ISA

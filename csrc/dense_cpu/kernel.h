@@ -19,6 +19,8 @@
 
 #include <cstdint>
 
+#include "dense_cpu/rows.h"
+
 namespace clover::dense {
 
 constexpr int kBlock = 16;  // outputs of a panel: the unit in which work is split
@@ -97,6 +99,7 @@ struct Kernels {
                  const uint16_t* sin, int64_t head_dim, uint16_t* y);
   void (*narrow)(const float* x, int64_t size, uint16_t* y);
   void (*widen)(const uint16_t* x, int64_t size, float* y);
+  const RowKernels* rows;
 };
 
 }  // namespace clover::dense

@@ -1,4 +1,4 @@
-// One product with packed weights in bfloat16, on the threads of a pool: for whoever has a graph of
+// Products with packed weights in bfloat16, on the threads of a pool: for whoever has a graph of
 // its own between its products. Sums are float32, in the order of the stages' products.
 #pragma once
 
@@ -13,21 +13,42 @@
 
 namespace clover::dense {
 
+// What products are made with; `sums` grows as they need it.
+struct Workplace {
+  const Kernels* kernels;
+  ThreadPool* threads;
+  std::vector<float>* sums;
+};
+
+struct Multiplied {
+  Matrix matrix;
+  const Matrix* next;  // what is multiplied with after it, or null
+};
+
+// Rows, `stride` numbers from one to the next.
+struct SomeRows {
+  uint16_t* data;
+  int64_t stride;
+};
+
+// y = x times the matrix, plus its bias, plus `residual` where it has data; rounded once. With two
+// folds silu(first) * second, with no residual. x has an even number of inputs.
+void multiply_rows(const Workplace& with, const Multiplied& product, int tokens, const SomeRows& x,
+                   const SomeRows& residual, const SomeRows& y);
+
 class Products {
  public:
   // `isa`: a name of available_kernels(), or "auto".
   Products(int threads, const std::string& isa);
 
-  // y [tokens, outputs] = x times the matrix, plus its bias, plus `residual` [tokens, outputs],
-  // which may be null; rounded once. With two folds silu(first) * second, with no residual. Rows
-  // of x are `stride` elements apart and of an even number of inputs, the others contiguous.
-  void multiply(const Matrix& m, const uint16_t* x, int64_t stride, int tokens,
-                const uint16_t* residual, uint16_t* y);
+  // `multiply_rows`, one at a time: callers on several threads take turns.
+  void multiply(const Matrix& m, int tokens, const SomeRows& x, const SomeRows& residual,
+                const SomeRows& y);
 
  private:
   const Kernels* kernels_;
   std::shared_ptr<ThreadPool> threads_;
-  std::mutex mutex_;  // of `sums_`; callers on several threads take turns
+  std::mutex mutex_;  // of `sums_`
   std::vector<float> sums_;
 };
 

@@ -164,6 +164,41 @@ class CpuProducts:
         residual. ``rows``: how many, and elements from one to the next. ``residual``: what is
         added, contiguous as ``y`` is, or 0."""
 
+class CpuChain:
+    """Operators of a graph on rows of bfloat16, in one call. Callers take turns.
+
+    ``counts``: inputs, outputs, weights. ``widths``: numbers of a token's row of each buffer: of
+    inputs, outputs, and the chain's own. ``code``: of each step its act (0 product, 1 norm, 2 turn,
+    3 map), what it writes and reads as (buffer, offset, heads, stride, size), the places of weight
+    and bias or -1, a product's size (outputs of a fold, inputs, folds), the map, whether a norm
+    takes the mean off, and the scalar. What reaches outside is a ``ValueError``.
+    """
+
+    def __init__(
+        self,
+        *,
+        threads: int,
+        isa: str,
+        counts: tuple[int, int, int],
+        widths: Sequence[int],
+        code: Sequence[
+            tuple[
+                int,
+                Sequence[tuple[int, int, int, int, int]],
+                tuple[int, int],
+                tuple[int, int, int],
+                int,
+                bool,
+                float,
+            ]
+        ],
+    ) -> None: ...
+    def run(
+        self, weights: tuple[int, int], tokens: int, places: Sequence[tuple[int, int]], /
+    ) -> None:
+        """``weights``: address of the weights' addresses, and their number. ``places``: address of
+        each input and output, and numbers from one token's row to the next."""
+
 class CpuDense:
     """Stages of a Llama over packed weights of the caller's, which must outlive it.
 

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import fx, nn
 
-from cloverinfer.models import fuse as fusing
 from cloverinfer.models.fuse import Fused, fuse
 from cloverinfer.models.native import native_serves
 from cloverinfer.models.operators import exporting
 from cloverinfer.models.panels import multiply, panels_of
+from cloverinfer.models.shorten import rotate
 
 CPU = torch.device("cpu")
 SIZE, FFN = 32, 48
@@ -139,4 +139,4 @@ def test_rotation_is_the_one_that_is_replaced() -> None:
         torch.randn(s, generator=generator) for s in ((3, 2, 16), (3, 1, 16), (3, 1, 16))
     )
     turned = torch.cat((-x[..., 8:], x[..., :8]), -1)
-    torch.testing.assert_close(fusing.rotate(x, cos, sin), x * cos + turned * sin)
+    torch.testing.assert_close(rotate(x, cos, sin), x * cos + turned * sin)

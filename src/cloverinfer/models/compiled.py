@@ -30,9 +30,11 @@ from ..kvcache.layout import KVSpec
 from .arch import kv_specs
 from .base import QKV, Carry, DenseHalf, ModelArch, place
 from .cache import sha256_of
-from .fuse import Fused, Place, fuse, kernels_serve, unchanged
+from .chain import Direct, is_by_token
+from .fuse import Fused, fuse, kernels_serve, unchanged
 from .lowering import WARM_TOKENS, compiling, lower, require
 from .operators import exporting  # and registers what graphs call
+from .places import Bound, Place
 from .weights import CPU, SAFETENSORS, SafetensorsSource
 
 MANIFEST = "clover-compiled.json"
@@ -208,13 +210,19 @@ class CompiledHalf(DenseHalf):
         self.specs: tuple[KVSpec, ...] = kv_specs(self.arch, manifest.dtype)
         self._read_bytes = manifest.read_bytes
         weights = _Weights(SafetensorsSource.of_file(folder / SAFETENSORS), device)
+        self._weights = weights
         counts = {entry.graph: len(entry.weights) for entry in manifest.stages}
         kernels = kernels_serve(self.dtype, device)
         fused: dict[str, Fused] = {}
         for name, count in counts.items():
             graph = _load_graph(folder / name, device)
-            fused[name] = fuse(graph, count, lowering) if kernels else unchanged(graph, count)
-        lowered = {name: lower(one.graph, lowering) for name, one in fused.items()}
+            on_cpu = device.type == "cpu"
+            fused[name] = (
+                fuse(graph, count, lowering, on_cpu) if kernels else unchanged(graph, count)
+            )
+        lowered = {
+            name: one.direct or lower(one.graph, lowering, one.small) for name, one in fused.items()
+        }
         self._stages = [
             (lowered[entry.graph], weights.of(entry, fused[entry.graph].places))
             for entry in manifest.stages
@@ -240,13 +248,29 @@ class CompiledHalf(DenseHalf):
         graph, weights = self._stages[i]
         first = token_ids_t if i == 0 else attn_out_the
         assert first is not None
-        results = graph(weights, (positions_t, first, *(carry or ())))
+        rows = (positions_t, first, *(carry or ()))
+        if isinstance(graph, Direct):
+            return self._run_direct(i, rows, out)
+        results = graph(weights, rows)
         if i == self.num_layers:
             return None, None, None, tuple(results)
         q, k, v, *rest = results
         if out is None:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         return *place((q, k, v), out), tuple(rest)
+
+    def _run_direct(
+        self, i: int, rows: Carry, out: QKV | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, Carry]:
+        """A stage that is one chain, which writes q, k and v to where they are wanted."""
+        run, weights = self._stages[i]
+        assert isinstance(run, Direct)
+        if i == self.num_layers:
+            return None, None, None, run(weights, rows)
+        fits = out is not None and run.makes_first(3) and all(is_by_token(one) for one in out)
+        results = run(weights, rows, out if fits else None)
+        q, k, v, *carry = results
+        return *place((q, k, v), None if fits else out), tuple(carry)
 
     def _warm(self) -> None:
         """Has every graph compiled for one token and for any number, before a step needs it."""
@@ -274,14 +298,23 @@ class _Weights:
     def __init__(self, source: SafetensorsSource, device: torch.device) -> None:
         self._source, self._device = source, device
         self._shapes = source.shapes()
-        self._made: dict[tuple[tuple[str, ...], int], torch.Tensor] = {}
+        self._made: dict[Any, torch.Tensor] = {}
 
-    def of(self, entry: StageEntry, places: Sequence[Place]) -> list[torch.Tensor]:
+    def of(self, entry: StageEntry, places: Sequence[Place | Bound]) -> list[torch.Tensor]:
         """What the stage's graph takes first."""
-        return [self._of(tuple(entry.weights[i] for i in place.parts), place) for place in places]
+        return [
+            self._addresses(entry, place) if isinstance(place, Bound) else self._of(entry, place)
+            for place in places
+        ]
 
-    def _of(self, names: tuple[str, ...], place: Place) -> torch.Tensor:
-        key = names, place.folds
+    def _addresses(self, entry: StageEntry, bound: Bound) -> torch.Tensor:
+        """They hold as long as this lives."""
+        tensors = [self._of(entry, place) for place in bound.places]
+        return torch.tensor([one.data_ptr() for one in tensors], dtype=torch.int64)
+
+    def _of(self, entry: StageEntry, place: Place) -> torch.Tensor:
+        names = tuple(entry.weights[i] for i in place.parts)
+        key = names, place.folds, place.transposed, place.floats, place.computed
         if key not in self._made:
             parts = [self._source.load(name, self._shapes[name]) for name in names]
             self._made[key] = place.make([part.to(self._device) for part in parts])

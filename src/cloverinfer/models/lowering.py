@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from ..core.errors import ModelError
+from .threads import alone
 
 _LONGEST = 400
 """Characters of PyTorch's error that are repeated."""
@@ -55,7 +56,8 @@ class Lowered:
     tensor that was made otherwise (outside of inference mode, say) compiles nothing anew in a step.
     """
 
-    def __init__(self, graph: torch.fx.GraphModule) -> None:
+    def __init__(self, graph: torch.fx.GraphModule, small: bool = False) -> None:
+        self._small = small
         self._one, self._many = (_compiled(graph), _compiled(graph))
         self._told = False
 
@@ -63,6 +65,14 @@ class Lowered:
         self, weights: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         rows = [row.contiguous() for row in rows]
+        if self._small:
+            with alone(len(rows[0])):
+                return self._run(weights, rows)
+        return self._run(weights, rows)
+
+    def _run(
+        self, weights: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
         if len(rows[0]) == 1:
             return self._one(*weights, *rows)
         if not self._told:
@@ -77,15 +87,33 @@ def _compiled(graph: torch.fx.GraphModule) -> Callable[..., tuple[torch.Tensor, 
     own = torch.fx.GraphModule(graph, graph.graph)
     with _quiet():
         return torch.compile(
-            own, options={"guard_filter_fn": lambda guards: [False for _ in guards]}
+            own,
+            options={
+                "guard_filter_fn": lambda guards: [False for _ in guards],
+                "cpp.dynamic_threads": True,  # as many as there are when it runs
+            },
         )
 
 
-def lower(graph: torch.fx.GraphModule, lowering: str) -> Run:
-    """What to call instead of ``graph``."""
-    if lowering == "eager":
-        return lambda weights, rows: graph(*weights, *rows)
-    return Lowered(graph)
+def lower(graph: torch.fx.GraphModule, lowering: str, small: bool = False) -> Run:
+    """What to call instead of ``graph``; ``small``: little is done for a few tokens but in native
+    kernels."""
+    if lowering != "eager":
+        return Lowered(graph, small)
+
+    def run(
+        weights: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        results: tuple[torch.Tensor, ...] = graph(*weights, *rows)
+        return results
+
+    def run_small(
+        weights: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        with alone(len(rows[0])):
+            return run(weights, rows)
+
+    return run_small if small else run
 
 
 @contextlib.contextmanager

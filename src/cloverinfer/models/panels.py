@@ -15,6 +15,7 @@ from .arena import Arena
 from .linear import Linear
 from .native import native_serves
 from .packed import Format, Packing, pack, packed_bytes
+from .threads import kernel_threads
 
 
 def panels_serve(weight: torch.Tensor) -> bool:
@@ -47,7 +48,7 @@ def multiply(
         return y_to
     x_ti = x_ti if x_ti.stride(1) == 1 else x_ti.contiguous()
     residual_to = None if residual_to is None else residual_to.contiguous()
-    _products(torch.get_num_threads()).multiply(
+    _products(kernel_threads()).multiply(
         (Format.BFLOAT16.value, panels.data_ptr(), 0 if bias_o is None else bias_o.data_ptr()),
         (outputs, inputs, folds),
         x_ti.data_ptr(),
