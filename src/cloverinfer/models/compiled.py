@@ -210,7 +210,6 @@ class CompiledHalf(DenseHalf):
         self.specs: tuple[KVSpec, ...] = kv_specs(self.arch, manifest.dtype)
         self._read_bytes = manifest.read_bytes
         weights = _Weights(SafetensorsSource.of_file(folder / SAFETENSORS), device)
-        self._weights = weights
         counts = {entry.graph: len(entry.weights) for entry in manifest.stages}
         kernels = kernels_serve(self.dtype, device)
         fused: dict[str, Fused] = {}
@@ -227,6 +226,7 @@ class CompiledHalf(DenseHalf):
             (lowered[entry.graph], weights.of(entry, fused[entry.graph].places))
             for entry in manifest.stages
         ]
+        self._kept = weights.all()
         if lowering != "eager":
             with _loading(folder), compiling(folder):
                 self._warm()
@@ -307,8 +307,12 @@ class _Weights:
             for place in places
         ]
 
+    def all(self) -> list[torch.Tensor]:
+        """What was made so far."""
+        return list(self._made.values())
+
     def _addresses(self, entry: StageEntry, bound: Bound) -> torch.Tensor:
-        """They hold as long as this lives."""
+        """Whoever calls with them keeps ``all`` of them alive."""
         tensors = [self._of(entry, place) for place in bound.places]
         return torch.tensor([one.data_ptr() for one in tensors], dtype=torch.int64)
 
