@@ -12,7 +12,7 @@ from torch import nn
 
 from cloverinfer.models.fuse import Fused, fuse
 from cloverinfer.models.native import native_serves
-from cloverinfer.models.operators import exporting
+from cloverinfer.models.operators import expert_linear, exporting
 from cloverinfer.models.places import Bound, Place
 from cloverinfer.models.threads import alone, kernel_threads
 
@@ -187,6 +187,28 @@ def test_products_and_norms_as_they_are_written() -> None:
     rows = randoms(((5, SIZE),), seed=5)
     assert one.direct is not None
     agree(one.direct(given, rows), Written()(*wide(weights), *wide(rows)))
+
+
+class Experts(nn.Module):
+    """Two matrices of three experts, one stored the other way round."""
+
+    shapes = ((3, 24, SIZE), (3, 24, SIZE), (3, SIZE))
+
+    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second, bias, x = given
+        chosen = (x[:, 0] > 0).long() * 2  # the second is never wanted
+        inner = expert_linear(x, first, None, chosen, False)
+        return (expert_linear(F.silu(inner), second, bias, chosen, True),)
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_experts_are_panels(tokens: int) -> None:
+    weights = randoms(Experts.shapes)
+    one = fused(Experts(), weights, randoms(((TOKENS, SIZE),)))
+    assert "expert_linear.default" not in str(one.graph.graph)
+    given, _kept = made_of(one, weights)
+    rows = randoms(((tokens, SIZE),), seed=5)
+    agree(one.graph(*given, *rows), Experts()(*wide(weights), *wide(rows)))
 
 
 class NoProduct(nn.Module):

@@ -318,7 +318,7 @@ class _Weights:
 
     def _of(self, entry: StageEntry, place: Place) -> torch.Tensor:
         names = tuple(entry.weights[i] for i in place.parts)
-        key = names, place.folds, place.transposed, place.floats, place.computed
+        key = names, place.folds, place.transposed, place.floats, place.experts, place.computed
         if key not in self._made:
             parts = [self._source.load(name, self._shapes[name]) for name in names]
             self._made[key] = place.make([part.to(self._device) for part in parts])

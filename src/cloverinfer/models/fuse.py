@@ -22,7 +22,7 @@ from .chain import Direct
 from .chaining import Chaining, call_chains_directly
 from .linear import make_linear
 from .native import native_serves
-from .panels import multiply
+from .panels import multiply, multiply_experts
 from .places import Bound, Place
 from .shorten import fuse_norms, fuse_rotations, only_user
 
@@ -83,6 +83,33 @@ _LARGE = {
 """Operators that are worth all threads also for few tokens."""
 
 
+def _expert_panels(
+    x: torch.Tensor,
+    panels: torch.Tensor,
+    bias: torch.Tensor | None,
+    experts: torch.Tensor,
+    outputs: int,
+) -> torch.Tensor:
+    return multiply_experts(x, panels, bias, experts, outputs)
+
+
+def _expert_panels_fake(
+    x: torch.Tensor,
+    panels: torch.Tensor,
+    bias: torch.Tensor | None,
+    experts: torch.Tensor,
+    outputs: int,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], outputs))
+
+
+_LIBRARY.define(
+    "expert_panels(Tensor x, Tensor panels, Tensor? bias, Tensor experts, int outputs) -> Tensor"
+)
+_LIBRARY.impl("expert_panels", _expert_panels, "CompositeExplicitAutograd")
+torch.library.register_fake("cloverinfer::expert_panels", _expert_panels_fake, lib=_LIBRARY)
+
+
 @dataclass(frozen=True)
 class Fused:
     """A graph, and what it takes in its first places."""
@@ -111,6 +138,8 @@ def fuse(module: fx.GraphModule, weights: int, lowering: str, chained: bool = Fa
     where it is to run."""
     pass_ = _Pass(module.graph, weights)
     pass_.run()
+    if chained:
+        pass_.pack_experts()
     if chained or lowering == "eager":
         fuse_norms(module.graph)
         fuse_rotations(module.graph)
@@ -164,6 +193,23 @@ class _Pass:
         for node in list(self._graph.nodes):
             if node.target is aten.view.default:  # of parts of a product, which have strides
                 node.target = aten.reshape.default
+
+    def pack_experts(self) -> None:
+        """Has experts' matrices be panels, where they are in bfloat16 and of even inputs."""
+        for node in list(self._graph.nodes):
+            if node.target is not torch.ops.cloverinfer.expert_linear.default:
+                continue
+            x, weight, bias, experts, transposed = node.args
+            val = weight.meta["val"]
+            outputs, inputs = val.shape[1:][::-1] if transposed else val.shape[1:]
+            if weight not in self._whole or val.dtype != torch.bfloat16 or inputs % 2:
+                continue
+            with self._graph.inserting_before(self.rows[0]):
+                panels = self._graph.placeholder(f"e{self._whole[weight]}")
+            panels.meta["val"] = val
+            self.at[panels] = Place((self._whole[weight],), transposed=transposed, experts=True)
+            node.target = torch.ops.cloverinfer.expert_panels.default
+            node.args = (x, panels, bias, experts, int(outputs))
 
     def _make_linear(self, node: fx.Node) -> bool:
         """Makes ``linear`` of a product that is written otherwise; whether its weight is ``[i, o]``

@@ -1,7 +1,7 @@
 """Products with weights on a CPU by ``csrc/dense_cpu``, one at a time: for graphs, which have other
 code between their products. The native stages use the same kernels without Python.
 
-Shapes: t tokens, i inputs, o outputs.
+Shapes: t tokens, i inputs, o outputs; s rows (a token and one of its experts), e experts.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from .native import native_serves
 from .packed import Format, Packing, pack, packed_bytes
 from .threads import kernel_threads
 
+_LINE = 64
+"""Bytes at a multiple of which panels begin."""
+
 
 def panels_serve(weight: torch.Tensor) -> bool:
     """Whether a matrix ``[o, i]`` can be multiplied with as panels here."""
@@ -30,6 +33,39 @@ def panels_of(weight_oi: torch.Tensor, folds: int) -> torch.Tensor:
     panels = Arena(nbytes, 1).room(nbytes)
     pack(linear, folds, how, panels)
     return panels
+
+
+def panels_of_experts(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """Of ``[e, o, i]``, or transposed ``[e, i, o]``: uint8 ``[e, bytes]``."""
+    experts = len(weight)
+    matrices = [one.T if transposed else one for one in weight]
+    how = Packing(torch.get_num_threads())
+    nbytes = packed_bytes(Linear(matrices[0]), 1, how)
+    rooms = -(-nbytes // _LINE) * _LINE
+    panels_eb = Arena(experts * rooms, 1).room(experts * rooms).view(experts, rooms)
+    for one, room in zip(matrices, panels_eb, strict=True):
+        pack(Linear(one.contiguous()), 1, how, room[:nbytes])
+    return panels_eb
+
+
+def multiply_experts(
+    x_si: torch.Tensor,
+    panels_eb: torch.Tensor,
+    bias_eo: torch.Tensor | None,
+    experts_s: torch.Tensor,
+    outputs: int,
+) -> torch.Tensor:
+    """Each row through its own expert: ``[s, o]``. Rows of one expert are one product."""
+    out_so = x_si.new_empty((len(x_si), outputs))
+    order = torch.argsort(experts_s, stable=True)
+    chosen, counts = torch.unique_consecutive(experts_s[order], return_counts=True)
+    at = 0
+    for expert, count in zip(chosen.tolist(), counts.tolist(), strict=True):
+        rows = order[at : at + count]
+        bias_o = None if bias_eo is None else bias_eo[expert].contiguous()
+        out_so[rows] = multiply(x_si[rows], panels_eb[expert], bias_o, None, (outputs, 1))
+        at += count
+    return out_so
 
 
 def multiply(

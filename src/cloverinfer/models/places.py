@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from .panels import panels_of, panels_serve
+from .panels import panels_of, panels_of_experts, panels_serve
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,14 @@ class Place:
     """Whether the matrix is stored ``[i, o]``."""
     floats: bool = False
     """Whether it is wanted in float32."""
+    experts: bool = False
+    """Whether it is the matrices of many experts, for ``cloverinfer::expert_panels``."""
     computed: fx.GraphModule | None = None
     """What is made of the parts instead."""
 
     def make(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        if self.experts:
+            return panels_of_experts(parts[0], self.transposed)
         if self.computed is not None:
             whole: torch.Tensor = self.computed(*parts)
         else:

@@ -145,7 +145,7 @@ def _wide_norm(node: fx.Node, at: At) -> Found | None:
 def constant(node: fx.Node, at: At) -> Place | None:
     """A vector that depends on weights only, to be made in float32 as they are loaded."""
     place = at.get(node)
-    if isinstance(place, Place) and not place.folds:
+    if isinstance(place, Place) and not place.folds and not place.experts:
         return Place(place.parts, floats=True)
     graph, env = fx.Graph(), {}
     leaves: list[int] = []
