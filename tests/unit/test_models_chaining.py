@@ -211,6 +211,28 @@ def test_experts_are_panels(tokens: int) -> None:
     agree(one.graph(*given, *rows), Experts()(*wide(weights), *wide(rows)))
 
 
+class Interleaved(nn.Module):
+    """Every other number, which a chain does not copy."""
+
+    shapes = ((SIZE, SIZE), (SIZE // 2, SIZE // 2))
+
+    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second, x = given
+        inner = F.linear(x[None], first).view(1, -1, HEADS, DIM)
+        even, odd = inner[..., ::2], inner[..., 1::2]
+        both = torch.cumsum(even, -1) - odd
+        return F.linear(both.flatten(2), second), even.transpose(1, 2)
+
+
+def test_what_no_chain_copies_is_pytorchs() -> None:
+    weights = randoms(Interleaved.shapes)
+    one = fused(Interleaved(), weights, randoms(((TOKENS, SIZE),)))
+    assert chains(one) == 2
+    given, _kept = made_of(one, weights)
+    rows = randoms(((5, SIZE),), seed=5)
+    agree(one.graph(*given, *rows), Interleaved()(*wide(weights), *wide(rows)))
+
+
 class NoProduct(nn.Module):
     def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weight, x = given

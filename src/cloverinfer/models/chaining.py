@@ -165,6 +165,8 @@ class Chaining:
             found = view(slot.sample, node.target, args, kwargs)
         if found is None:
             return None
+        if self._phase[source] % 2 and not _can_be_given(found):
+            return None  # PyTorch looks at what the chain gives
         if isinstance(found, (list, tuple)):
             return [Slot(slot.buffer, one) for one in found]
         same = list(found.shape) == sizes_of(node) and axis_of(found) is not None
@@ -426,6 +428,15 @@ class Chaining:
         if not same or not fills(slot, self._width(slot)):
             return None
         return False, self.rows.index(row)
+
+
+def _can_be_given(found: Any) -> bool:
+    """Whether a chain can copy what a view shows to rows of its own."""
+    for one in found if isinstance(found, (list, tuple)) else (found,):
+        axis = axis_of(one)
+        if axis is None or heads_of([compact(one.shape, axis), one]) is None:
+            return False
+    return True
 
 
 def call_chains_directly(graph: fx.Graph) -> None:
