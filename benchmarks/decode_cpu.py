@@ -81,6 +81,8 @@ def breakdown(window: Window) -> dict[str, float]:
     delta = dict.fromkeys(PARTS, 0.0)
     steps = 0
     for before, after in zip(window.before, window.after, strict=True):
+        if after["role"] == "prefill":
+            continue  # its last step may be told of after the tokens that began the window
         for part in PARTS:
             delta[part] += after[f"{part}_seconds"] - before[f"{part}_seconds"]
         if after["role"] in ("dense", "colocated"):
