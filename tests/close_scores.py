@@ -93,9 +93,10 @@ def errors_of_writing(
 
 
 def _engine(folder: str, device: str, fields: dict[str, Any]) -> LLM:
-    model = ModelConfig(model_path=folder, dtype="bfloat16")
+    own = {key: value for key, value in fields.items() if key in ModelConfig.__struct_fields__}
+    model = ModelConfig(model_path=folder, dtype="bfloat16", **own)
     common = {"topology": "colocated", "executor": "local", "device": device}
-    return LLM(model, **(common | fields))
+    return LLM(model, **{k: v for k, v in (common | fields).items() if k not in own})
 
 
 def _errors(

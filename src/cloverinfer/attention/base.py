@@ -141,7 +141,8 @@ class FusedRows:
     positions_t: torch.Tensor
     """int64."""
     rope: tuple[torch.Tensor, torch.Tensor]
-    """cos and sin ``[p, 1, d]``: ``y = x * cos[position] + roll(x, d / 2) * sin[position]``."""
+    """cos and sin ``[p, 1, d]``: ``y = x * cos[position] + roll(x, d / 2) * sin[position]``. Only
+    their second halves are read: of cos the first is the same, of sin the same negated."""
     norm_hd: torch.Tensor | None = None
     """Weights ``[h + n, d]`` of a norm of each query and key before; None: there is none."""
     eps: float = 0.0

@@ -25,16 +25,19 @@ import msgspec
 import torch
 from torch.export.passes import move_to_device_pass
 
+from ..attention.base import FusedRows
 from ..core.errors import ConfigError, ModelError
 from ..kvcache.layout import KVSpec
 from .arch import kv_specs
-from .base import QKV, Carry, DenseHalf, ModelArch, place
+from .base import QKV, Carry, DenseHalf, ModelArch, UnrotatedStages, place
 from .cache import sha256_of
 from .chain import Direct, is_by_token
-from .fuse import Fused, fuse, kernels_serve, unchanged
+from .fuse import Fused, fuse, kernels_serve, turns_serve, unchanged
+from .kernel_operators import turn
 from .lowering import WARM_TOKENS, compiling, lower, require
 from .operators import exporting  # and registers what graphs call
 from .places import Bound, Place
+from .turning import equal_halves
 from .weights import CPU, SAFETENSORS, SafetensorsSource
 
 MANIFEST = "clover-compiled.json"
@@ -44,6 +47,8 @@ LOAD_TIMEOUT = 300.0
 """Seconds to wait for other threads that load graphs."""
 _LOADING = threading.Lock()
 _SAMPLE = 1 << 16
+_ORDER = 1 << 14
+"""Tokens of a step whose numbers, from 0 on, are kept on the device."""
 
 
 class StageEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,7 +196,7 @@ def check_dtype(folder: Path, manifest: Manifest, wanted: str) -> None:
         )
 
 
-class CompiledHalf(DenseHalf):
+class CompiledHalf(DenseHalf, UnrotatedStages):
     """The stages of a compiled model. Weights are in memory once, whoever reads them."""
 
     def __init__(
@@ -211,14 +216,8 @@ class CompiledHalf(DenseHalf):
         self._read_bytes = manifest.read_bytes
         weights = _Weights(SafetensorsSource.of_file(folder / SAFETENSORS), device)
         counts = {entry.graph: len(entry.weights) for entry in manifest.stages}
-        kernels = kernels_serve(self.dtype, device)
-        fused: dict[str, Fused] = {}
-        for name, count in counts.items():
-            graph = _load_graph(folder / name, device)
-            on_cpu = device.type == "cpu"
-            fused[name] = (
-                fuse(graph, count, lowering, on_cpu) if kernels else unchanged(graph, count)
-            )
+        graphs = {name: _load_graph(folder / name, device) for name in counts}
+        fused = self._fuse(graphs, manifest.stages, lowering)
         lowered = {
             name: one.direct or lower(one.graph, lowering, one.small) for name, one in fused.items()
         }
@@ -226,10 +225,37 @@ class CompiledHalf(DenseHalf):
             (lowered[entry.graph], weights.of(entry, fused[entry.graph].places))
             for entry in manifest.stages
         ]
+        self._turns = [fused[entry.graph].turn for entry in manifest.stages]
+        self._order_t = torch.arange(_ORDER if any(self._turns) else 0, device=device)
         self._kept = weights.all()
         if lowering != "eager":
             with _loading(folder), compiling(folder):
                 self._warm()
+
+    def _fuse(
+        self,
+        graphs: dict[str, torch.fx.GraphModule],
+        stages: Sequence[StageEntry],
+        lowering: str,
+    ) -> dict[str, Fused]:
+        """The graphs for the device, each for all stages that share it."""
+        counts = {entry.graph: len(entry.weights) for entry in stages}
+        if not kernels_serve(self.dtype, self.device):
+            return {name: unchanged(graph, counts[name]) for name, graph in graphs.items()}
+        if not turns_serve(self.device):
+            chained = self.device.type == "cpu"
+            return {
+                name: fuse(graph, counts[name], lowering, chained) for name, graph in graphs.items()
+            }
+        halves: dict[str, frozenset[int]] = {}
+        carried: frozenset[int] = frozenset()
+        for entry in stages:
+            halves[entry.graph] = halves.get(entry.graph, carried) & carried
+            carried = equal_halves(graphs[entry.graph].graph, len(entry.weights), carried)
+        return {
+            name: fuse(graph, counts[name], lowering, halves=halves[name])
+            for name, graph in graphs.items()
+        }
 
     @property
     def weight_bytes(self) -> int:
@@ -245,10 +271,13 @@ class CompiledHalf(DenseHalf):
         out: QKV | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, Carry]:
         """The carry of stage L is the logits."""
+        if self._turns[i] is not None:
+            fused, carry = self.stage_unrotated(i, attn_out_the, carry, token_ids_t, positions_t)
+            parts = out or fused.parts  # they may stay where the product wrote them
+            turn(fused, parts)
+            return *parts, carry
         graph, weights = self._stages[i]
-        first = token_ids_t if i == 0 else attn_out_the
-        assert first is not None
-        rows = (positions_t, first, *(carry or ()))
+        rows = self._inputs(i, attn_out_the, carry, token_ids_t, positions_t)
         if isinstance(graph, Direct):
             return self._run_direct(i, rows, out)
         results = graph(weights, rows)
@@ -258,6 +287,43 @@ class CompiledHalf(DenseHalf):
         if out is None:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         return *place((q, k, v), out), tuple(rest)
+
+    def stage_unrotated(
+        self,
+        i: int,
+        attn_out_the: torch.Tensor | None,
+        carry: Carry | None,
+        token_ids_t: torch.Tensor | None,
+        positions_t: torch.Tensor,
+    ) -> tuple[FusedRows, Carry]:
+        """Each token has a row of its own in the tables that the graph gives."""
+        cut = self._turns[i]
+        assert cut is not None
+        run, weights = self._stages[i]
+        rows = self._inputs(i, attn_out_the, carry, token_ids_t, positions_t)
+        qkv_thd, cos, sin, *rest = run(weights, rows)
+        tokens, rope = len(qkv_thd), (cos.contiguous(), sin.contiguous())
+        order_t = self._order_t[:tokens]
+        if tokens > len(order_t):
+            order_t = torch.arange(tokens, device=self.device)
+        return FusedRows(qkv_thd, cut.kv_heads, order_t, rope), tuple(rest)
+
+    def unrotated(self) -> UnrotatedStages | None:
+        every = all(cut is not None for cut in self._turns[: self.num_layers])
+        return self if every and self.device.type == "cuda" else None
+
+    def _inputs(
+        self,
+        i: int,
+        attn_out_the: torch.Tensor | None,
+        carry: Carry | None,
+        token_ids_t: torch.Tensor | None,
+        positions_t: torch.Tensor,
+    ) -> Carry:
+        """What a stage's graph takes after its weights."""
+        first = token_ids_t if i == 0 else attn_out_the
+        assert first is not None
+        return positions_t, first, *(carry or ())
 
     def _run_direct(
         self, i: int, rows: Carry, out: QKV | None

@@ -20,55 +20,13 @@ from torch import fx
 from . import operators  # noqa: F401 - it registers what is looked for here
 from .chain import Direct
 from .chaining import Chaining, call_chains_directly
-from .linear import make_linear
+from .kernel_operators import DIRECT
 from .native import native_serves
-from .panels import multiply, multiply_experts
 from .places import Bound, Place
 from .shorten import fuse_norms, fuse_rotations, only_user
+from .turning import Turn, cut_turn
 
 aten = torch.ops.aten
-
-
-def _linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    outputs: int,
-    gated: bool,
-) -> torch.Tensor:
-    """``[..., o]`` of ``x`` ``[..., i]``: the product, plus what is to be added, or gated."""
-    x_ti = x.reshape(-1, x.shape[-1])
-    added = None if residual is None else residual.reshape(-1, outputs)
-    if weight.dtype == torch.uint8:
-        y_to = multiply(x_ti, weight, bias, added, (outputs, 2 if gated else 1))
-    else:
-        linear = make_linear(weight, bias, packed=False)
-        if gated:
-            y_to = linear.gated(x_ti)
-        else:
-            y_to = linear(x_ti) if added is None else linear.add(x_ti, added)
-    return y_to.reshape(*x.shape[:-1], outputs)
-
-
-def _linear_fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    outputs: int,
-    gated: bool,
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], outputs))
-
-
-_LIBRARY = torch.library.Library("cloverinfer", "FRAGMENT")
-_LIBRARY.define(
-    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int outputs, bool gated)"
-    " -> Tensor"
-)
-_LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
-torch.library.register_fake("cloverinfer::linear", _linear_fake, lib=_LIBRARY)
 
 
 _LARGE = {
@@ -83,33 +41,6 @@ _LARGE = {
 """Operators that are worth all threads also for few tokens."""
 
 
-def _expert_panels(
-    x: torch.Tensor,
-    panels: torch.Tensor,
-    bias: torch.Tensor | None,
-    experts: torch.Tensor,
-    outputs: int,
-) -> torch.Tensor:
-    return multiply_experts(x, panels, bias, experts, outputs)
-
-
-def _expert_panels_fake(
-    x: torch.Tensor,
-    panels: torch.Tensor,
-    bias: torch.Tensor | None,
-    experts: torch.Tensor,
-    outputs: int,
-) -> torch.Tensor:
-    return x.new_empty((x.shape[0], outputs))
-
-
-_LIBRARY.define(
-    "expert_panels(Tensor x, Tensor panels, Tensor? bias, Tensor experts, int outputs) -> Tensor"
-)
-_LIBRARY.impl("expert_panels", _expert_panels, "CompositeExplicitAutograd")
-torch.library.register_fake("cloverinfer::expert_panels", _expert_panels_fake, lib=_LIBRARY)
-
-
 @dataclass(frozen=True)
 class Fused:
     """A graph, and what it takes in its first places."""
@@ -120,6 +51,8 @@ class Fused:
     """What does all of it without the graph."""
     small: bool = False
     """Whether PyTorch's operators that are left have little to do for a few tokens."""
+    turn: Turn | None = None
+    """What is left to do once the graph has run."""
 
 
 def kernels_serve(dtype: torch.dtype, device: torch.device) -> bool:
@@ -129,17 +62,34 @@ def kernels_serve(dtype: torch.dtype, device: torch.device) -> bool:
     return native_serves(dtype, device)
 
 
+def turns_serve(device: torch.device) -> bool:
+    """Whether norms and rotations are to be kernels of ours there, one launch each."""
+    return device.type == "cuda"
+
+
 def unchanged(graph: fx.GraphModule, weights: int) -> Fused:
     return Fused(graph, tuple(Place((i,)) for i in range(weights)))
 
 
-def fuse(module: fx.GraphModule, weights: int, lowering: str, chained: bool = False) -> Fused:
+def fuse(
+    module: fx.GraphModule,
+    weights: int,
+    lowering: str,
+    chained: bool = False,
+    halves: frozenset[int] | None = None,
+) -> Fused:
     """``weights``: how many of the graph's places are weights; ``chained``: whether chains serve
-    where it is to run."""
+    where it is to run. ``halves``: where the GPU's kernels do, parts of the carry with equal
+    halves."""
     pass_ = _Pass(module.graph, weights)
     pass_.run()
+    turn = None
     if chained:
         pass_.pack_experts()
+    if halves is not None:
+        turn = cut_turn(module.graph, pass_.rows, halves)
+        fuse_norms(module.graph, bare=lowering == "eager")
+        pass_.take_norms()
     if chained or lowering == "eager":
         fuse_norms(module.graph)
         fuse_rotations(module.graph)
@@ -154,7 +104,7 @@ def fuse(module: fx.GraphModule, weights: int, lowering: str, chained: bool = Fa
     places = _order(graph, at)
     graph.lint()
     large = any(node.target in _LARGE for node in graph.nodes)
-    return Fused(fx.GraphModule(module, graph), places, direct, chained and not large)
+    return Fused(fx.GraphModule(module, graph), places, direct, chained and not large, turn)
 
 
 def _order(graph: fx.Graph, at: dict[fx.Node, Place | Bound]) -> tuple[Place | Bound, ...]:
@@ -210,6 +160,33 @@ class _Pass:
             self.at[panels] = Place((self._whole[weight],), transposed=transposed, experts=True)
             node.target = torch.ops.cloverinfer.expert_panels.default
             node.args = (x, panels, bias, experts, int(outputs))
+
+    def take_norms(self) -> None:
+        """Has norms be the kernels of native halves, and go along with a product before them."""
+        for node in list(self._graph.nodes):
+            if node.target is not aten.rms_norm.default:
+                continue
+            x, size, weight, eps = (*node.args, None, None)[:4]
+            if not isinstance(weight, fx.Node) or not isinstance(eps, float) or len(size) != 1:
+                continue
+            if weight.meta["val"].dtype != x.meta["val"].dtype:
+                continue
+            node.target, node.args = torch.ops.cloverinfer.norm.default, (x, weight, eps)
+            if x.target is torch.ops.cloverinfer.linear.default and weight in self.at:
+                self._take_norm(x, node)
+
+    def _take_norm(self, product: fx.Node, norm: fx.Node) -> None:
+        x, weight, bias, residual, outputs, _ = product.args
+        if residual is None:
+            return
+        given = (x, weight, bias, residual, outputs, *norm.args[1:])
+        with self._graph.inserting_before(product):
+            both = self._graph.call_function(torch.ops.cloverinfer.linear_norm.default, given)
+            parts = [self._graph.call_function(operator.getitem, (both, i)) for i in range(2)]
+        for node, part in zip((product, norm), parts, strict=True):
+            part.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(part)
+            self._graph.erase_node(node)
 
     def _make_linear(self, node: fx.Node) -> bool:
         """Makes ``linear`` of a product that is written otherwise; whether its weight is ``[i, o]``
@@ -321,7 +298,6 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
 
 
 def call_directly(graph: fx.Graph) -> None:
-    """Calls of our product without PyTorch's dispatcher, which costs as much as a small product."""
+    """Calls of our kernels without PyTorch's dispatcher, which costs as much as a small product."""
     for node in graph.nodes:
-        if node.target is torch.ops.cloverinfer.linear.default:
-            node.target = _linear
+        node.target = DIRECT.get(node.target, node.target)

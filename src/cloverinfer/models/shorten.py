@@ -11,6 +11,8 @@ import torch
 from torch import fx
 
 aten = torch.ops.aten
+Rotations = dict[fx.Node, tuple[fx.Node, fx.Node, fx.Node]]
+"""What each rotation's result is made of: rows, cos, sin."""
 
 
 def only_user(node: fx.Node, target: Any) -> fx.Node | None:
@@ -18,12 +20,13 @@ def only_user(node: fx.Node, target: Any) -> fx.Node | None:
     return users[0] if len(users) == 1 and users[0].target is target else None
 
 
-def fuse_norms(graph: fx.Graph) -> None:
-    """``x / sqrt(mean(x^2) + eps)`` as one operator; with the weight, where all is of one type."""
+def fuse_norms(graph: fx.Graph, bare: bool = True) -> None:
+    """``x / sqrt(mean(x^2) + eps)`` as one operator; with the weight, where all is of one type.
+    ``bare``: also where it is not."""
     for root in [node for node in graph.nodes if node.target is aten.rsqrt.default]:
         found = _norm_of(root)
         if found is not None:
-            _replace_norm(graph, *found)
+            _replace_norm(graph, *found, bare)
 
 
 def _norm_of(root: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
@@ -46,7 +49,7 @@ def _operands(node: Any, target: Any) -> tuple[Any, ...]:
     return (None, None)
 
 
-def _replace_norm(graph: fx.Graph, result: fx.Node, x: fx.Node, eps: float) -> None:
+def _replace_norm(graph: fx.Graph, result: fx.Node, x: fx.Node, eps: float, bare: bool) -> None:
     size = x.meta["val"].shape[-1]
     narrow = only_user(result, aten._to_copy.default)
     scaled = None if narrow is None else only_user(narrow, aten.mul.Tensor)
@@ -61,7 +64,8 @@ def _replace_norm(graph: fx.Graph, result: fx.Node, x: fx.Node, eps: float) -> N
             assert scaled is not None
             _emit_norm(graph, scaled, (wide, [size], weight, eps))
             return
-    _emit_norm(graph, result, (x, [size], None, eps))
+    if bare:
+        _emit_norm(graph, result, (x, [size], None, eps))
 
 
 def _emit_norm(graph: fx.Graph, instead: fx.Node, args: tuple[Any, ...]) -> None:
@@ -73,16 +77,23 @@ def _emit_norm(graph: fx.Graph, instead: fx.Node, args: tuple[Any, ...]) -> None
 
 def fuse_rotations(graph: fx.Graph) -> None:
     """``x * cos + cat(-second half, first half) * sin`` without the turned copy."""
+    for total, given in find_rotations(graph).items():
+        with graph.inserting_before(total):
+            made = graph.call_function(rotate, given)
+        made.meta["val"] = total.meta["val"]
+        total.replace_all_uses_with(made)
+
+
+def find_rotations(graph: fx.Graph) -> Rotations:
+    found: Rotations = {}
     for total in [node for node in graph.nodes if node.target is aten.add.Tensor]:
         for one, other in (total.args[:2], total.args[1::-1]):
             x, cos = _operands(one, aten.mul.Tensor)
             turned, sin = _operands(other, aten.mul.Tensor)
             if x is not None and _is_turned(turned, x) and not total.kwargs:
-                with graph.inserting_before(total):
-                    made = graph.call_function(rotate, (x, cos, sin))
-                made.meta["val"] = total.meta["val"]
-                total.replace_all_uses_with(made)
+                found[total] = x, cos, sin
                 break
+    return found
 
 
 def _is_turned(turned: Any, x: Any) -> bool:
