@@ -124,6 +124,22 @@ def test_a_failed_prefill_is_done_by_another(on: Stage, status: int) -> None:
     assert on.transfers.claims == {one["transfer_id"]: one["attempt"] for one in attempts}
 
 
+def test_where_prefill_stands_still_decode_begins_anew(on: Stage) -> None:
+    bad, good, decode = on.fake(delay=15.0), on.fake(), on.fake()
+    instances = ("prefill", bad), ("prefill", good), ("decode", decode)
+    on.orchestrate(*instances, policy="round_robin", hang_timeout=0.6)
+    bad.frozen = True
+    while not bad.seen:
+        assert on.post().status_code == 200
+    # What it was granted it may still write once it goes on, so decode was given up with it.
+    lost, made = (one["kv_transfer_params"]["transfer_id"] for one in decode.seen[-2:])
+    assert bad.seen[-1]["kv_transfer_params"]["transfer_id"] == lost
+    assert good.seen[-1]["kv_transfer_params"] | {"decode_address": ""} == {
+        "do_remote_decode": True, "transfer_id": made, "attempt": 0, "decode_address": "",
+    }  # fmt: skip
+    until(lambda: decode.cancelled == 1 and bad.inside == 0)
+
+
 def test_half_a_pair_serves_nothing(on: Stage) -> None:
     prefill, decode = on.fake(), on.fake()
     on.orchestrate(("prefill", prefill), ("decode", decode))

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cloverinfer.config import OrchestratorConfig
 from cloverinfer.core.errors import ConfigError, RequestError
+from cloverinfer.gateway import pulse
 from cloverinfer.gateway.breaker import Breaker
 from cloverinfer.gateway.instances import (
     Announcement,
@@ -212,6 +214,36 @@ def test_an_orchestrator_that_hangs_keeps_no_other_from_hearing() -> None:
     assert sorted(heard) == sorted(
         [f"POST {hangs}", *[f"POST {well}"] * 3, f"DELETE {hangs}", f"DELETE {well}"]
     )
+
+
+@pytest.mark.parametrize(("late", "found"), [(0.0, 30.0), (100.0, 110.0)])
+def test_what_answers_nothing_stands_still_after_that_time(
+    monkeypatch: pytest.MonkeyPatch, late: float, found: float
+) -> None:
+    """``late``: seconds for which this process itself stands still; it asks all the same."""
+    now, asked = 0.0, 0
+
+    class Http:
+        @asynccontextmanager
+        async def get(self, _: str, *, timeout: Any, **__: Any) -> AsyncIterator[None]:
+            nonlocal now, asked
+            now, asked = now + timeout.total, asked + 1
+            raise asyncio.TimeoutError
+            yield
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += max(seconds, late)
+
+    async def watch() -> None:
+        one = cast("Any", SimpleNamespace(url="http://a:1"))
+        with pulse.Pulse(cast("Any", Http()), 30.0).of(one) as stands_still:
+            await asyncio.wait_for(stands_still, 20)
+
+    monkeypatch.setattr(pulse, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(pulse.asyncio, "sleep", sleep)
+    asyncio.run(watch())
+    assert (now, asked) == (found, 1)
 
 
 # ---- the breaker

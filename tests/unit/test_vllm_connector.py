@@ -122,7 +122,7 @@ def test_blocks_and_heads_are_cut_anew(engines, sender, receiver):
 @pytest.mark.parametrize(
     ("sender", "receiver", "field", "values"),
     [
-        ({"size": 16, "opaque": True}, {"size": 32, "opaque": True}, "together", ("16", "32")),
+        ({"size": 16, "opaque": True}, {"size": 32, "opaque": True}, "block size", ("16", "32")),
         ({"dtype": "float32"}, {"dtype": "bfloat16"}, "type", ("float32", "bfloat16")),
         ({"model": "a"}, {"model": "b"}, "model", ("a", "b")),
     ],
@@ -140,6 +140,17 @@ def test_what_does_not_fit_is_refused_with_both_values(
     answer = decode.finish("d")
     assert field in answer["error"]
     assert all(each in answer["error"] for each in values)
+
+
+def test_another_secret_is_refused_and_frees_prefill_at_once(engines, caplog):
+    prefill, decode = engines("prefill", secret="a"), engines("decode", secret="b")
+    decode.wait_for_remote("d", 40, "t")
+    prefill.prefill("p", 40, params(decode))
+    prefill.finish("p")
+    prefill.until_sent("p")  # where it went on knocking it would keep them for claim_timeout
+    (told,) = [each for each in caplog.records if each.levelname == "ERROR"]
+    assert "takes no blocks" in told.getMessage()
+    assert "another network.secret" in told.getMessage()
 
 
 def test_other_prompts_are_refused(engines):

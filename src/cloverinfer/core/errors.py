@@ -65,6 +65,10 @@ class PeerGoneError(TransportError):
         """The node's name."""
 
 
+class RefusedError(TransportError):
+    """A peer is there and will never meet this one: another secret, another version of the wire."""
+
+
 class DeadlineError(TransportError, TimeoutError):
     """Something did not finish within its deadline."""
 

@@ -2,7 +2,8 @@
 
 Decode is sent first and prefill at once after it: the one's blocks exist when the other starts. A
 failed prefill is tried on another instance while decode waits; a failed decode ends both, and a new
-pair is tried. Whatever ends one side ends the other. ``docs/vllm.md`` has what the two are told.
+pair is tried, as it is where prefill stands still. Whatever ends one side ends the other.
+``docs/vllm.md`` has what the two are told.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .instances import Instance
 from .router import Route, Router, Wanted
 from .sink import Sink
 from .stages import Stages, UsageEvents, amend, fields_of
-from .upstream import Answer, Attempt, AttemptError, Upstream, passed, whole
+from .upstream import Answer, Attempt, AttemptError, HungError, Upstream, passed, whole
 
 LATE = 5.0
 """Seconds that a prefill may take to answer after its decode did."""
@@ -135,7 +136,10 @@ class Dispatcher:
         await asyncio.gather(*late, return_exceptions=True)
 
     async def _prefill(self, job: Job, instance: Instance, give: Mapping[str, Any]) -> None:
-        """Has the prompt prefilled, by one instance after another until one has done it."""
+        """Has the prompt prefilled, by one instance after another until one has done it.
+
+        Raises ``PrefillFailedError``, and ``HungError`` where decode must begin anew too.
+        """
         tried: list[str] = []
         while True:
             body = _prompt_only(job.asked, {**give, "attempt": len(tried)})
@@ -150,6 +154,8 @@ class Dispatcher:
                     raise PrefillFailedError(answer)
                 job.stages.prefilled = job.stages.clock()
                 return
+            except HungError:
+                raise  # it may write into decode's blocks once it goes on: a new pair gets others
             except AttemptError as error:
                 tried.append(error.url)
                 other = self._router.another_prefill(job.wanted, tried)

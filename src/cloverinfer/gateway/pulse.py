@@ -17,8 +17,8 @@ import aiohttp
 
 from .instances import Instance
 
-QUESTIONS = 3
-"""Asked within the time that an instance has to answer one of them."""
+PAUSES = 3
+"""Between questions, within the time that an instance has to answer one of them."""
 
 
 @dataclass
@@ -57,12 +57,13 @@ class Pulse:
 
     async def _ask(self, url: str) -> None:
         """Until the instance stands still, or nobody listens any more."""
-        pause = self._timeout / QUESTIONS
-        heard = time.monotonic()
-        while time.monotonic() < heard + self._timeout:
+        pause = self._timeout / PAUSES
+        until = time.monotonic() + self._timeout
+        while time.monotonic() < until:
             await asyncio.sleep(pause)
-            if await self._answers(url, pause):
-                heard = time.monotonic()
+            # A pause at least: where this process itself stood still the time may be over.
+            if await self._answers(url, max(until - time.monotonic(), pause)):
+                until = time.monotonic() + self._timeout
         for one in self._watched.pop(url).requests:
             if not one.done():
                 one.set_result(None)

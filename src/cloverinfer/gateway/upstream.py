@@ -68,6 +68,10 @@ class FaultError(AttemptError):
     """The instance failed."""
 
 
+class HungError(FaultError):
+    """The instance stands still, and may go on later."""
+
+
 class BusyError(AttemptError):
     """The instance has too much to do (429, or it had no place in time): no fault of its own."""
 
@@ -141,15 +145,13 @@ class Upstream:
                     yield attempt, response
         except LOST as error:
             attempt.fault()
-            raise FaultError(instance, self._reason(error, hung)) from error
+            if hung is not None and hung.done() and not hung.cancelled():
+                reason = f"it stands still: no answer to /health for {self._hang_timeout:g} s"
+                raise HungError(instance, reason) from error
+            raise FaultError(instance, reason_of(error)) from error
         finally:
             attempt.close()
             self._on_end(instance, attempt.result)
-
-    def _reason(self, error: BaseException, hung: asyncio.Future[None] | None) -> str:
-        if hung is not None and hung.done() and not hung.cancelled():
-            return f"it stands still: no answer to /health for {self._hang_timeout:g} s"
-        return reason_of(error)
 
 
 async def _unless(

@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from ..core.errors import DeadlineError, TransportError
+from ..core.errors import DeadlineError, RefusedError, TransportError
 from ._shared import seconds_left
 from ._tcp_address import MOST_BYTES, TcpAddress
 
@@ -142,7 +142,8 @@ def dial(
     mine: str, theirs: TcpAddress, streams: int, secret: Secret, deadline: float
 ) -> list[socket.socket]:
     """The connections of a new link, which the endpoint at ``theirs`` has accepted; their sockets
-    do not block. ``TransportError`` says why there are none.
+    do not block. ``TransportError`` says why there are none, ``RefusedError`` where trying again
+    is of no use.
     """
     link = secrets.token_bytes(16)
     opened: list[socket.socket] = []
@@ -164,7 +165,8 @@ def dial(
     except (OSError, TransportError) as error:
         _close_all(opened)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise TransportError(f"no connection: {reason}") from error
+        kind = RefusedError if isinstance(error, RefusedError) else TransportError
+        raise kind(f"no connection: {reason}") from error
     return opened
 
 
@@ -208,7 +210,7 @@ def _introduce(sock: socket.socket, hello: bytes, secret: Secret, deadline: floa
         raise TransportError("what listens there is no CloverInfer endpoint")
     _check(said)
     if not secret.proves(proof, LISTENER, hello, nonce):
-        raise TransportError(_REASONS[Verdict.SECRET])
+        raise RefusedError(_REASONS[Verdict.SECRET])
     sock.sendall(secret.proof(DIALLER, hello, nonce))
     magic, said = _VERDICT.unpack(_exactly(sock, _VERDICT.size, deadline))
     if magic != _VERDICT_MAGIC:
@@ -217,6 +219,8 @@ def _introduce(sock: socket.socket, hello: bytes, secret: Secret, deadline: floa
 
 
 def _check(said: int) -> None:
+    if said in (Verdict.VERSION, Verdict.SECRET):
+        raise RefusedError(_REASONS[said])
     if said != Verdict.WELCOME:
         raise TransportError(_REASONS.get(said, _REASONS[Verdict.REFUSED]))
 

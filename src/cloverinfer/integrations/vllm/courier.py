@@ -292,7 +292,8 @@ class Courier:
 
     def knock(self, host: str, port: int, message: Message) -> None:
         """To the meeting point of another worker; what answers has an address of its own. In the
-        door's thread. ``TransportError`` where nobody answers."""
+        door's thread. ``TransportError`` where nobody answers, ``RefusedError`` where who does
+        will not hear this one."""
         door, data = self.door, encode(message)
         endpoint = door.endpoint
         known = self._known.get((host, port))

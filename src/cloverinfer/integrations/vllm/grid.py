@@ -148,18 +148,17 @@ class Match:
 
 
 def match(mine: Grid, theirs: Grid, my_heads: Heads, their_heads: Heads) -> Match:
-    """``ConfigError`` naming the field and both values where pieces of one cannot be pieces of the
-    other."""
+    """From prefill's grid to decode's. ``ConfigError`` naming the field and both values where
+    pieces of one cannot be pieces of the other."""
     shared = my_heads.shared_with(their_heads)
     assert shared is not None, "workers that share no heads do not meet"
     _check_same("bytes of a token's head", mine.token_bytes, theirs.token_bytes)
     _check_same("parts (keys and values)", mine.parts, theirs.parts)
-    _check_same("tokens that lie together", mine.group_tokens, theirs.group_tokens)
     step = math.gcd(mine.block_size, theirs.block_size)
-    if step % mine.group_tokens:
+    if mine.group_tokens != theirs.group_tokens or step % mine.group_tokens:
         raise ConfigError(
-            f"block size is {mine.block_size} here and {theirs.block_size} there, and blocks of "
-            f"this layout cannot be cut: set --block-size to the same"
+            f"block size: {mine.block_size} at prefill and {theirs.block_size} at decode, and "
+            "blocks of this layout cannot be cut: set --block-size to the same"
         )
     groups = step // mine.group_tokens
     left = [
@@ -194,4 +193,4 @@ def _grow(length: int, axes: list[_Axis]) -> tuple[int, tuple[_Axis, ...]]:
 
 def _check_same(what: str, mine: object, theirs: object) -> None:
     if mine != theirs:
-        raise ConfigError(f"{what}: {mine} here and {theirs} there")
+        raise ConfigError(f"{what}: {mine} at prefill and {theirs} at decode")

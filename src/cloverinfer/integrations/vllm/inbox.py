@@ -505,11 +505,20 @@ class Inbox:
             claimed = incoming.claimed
             if claimed is not None and source.name in claimed.claims:
                 self._wait_for_another(incoming, f"prefill {source.name} is {how}")
-        source.wire.call(partial(self._cut_off, source))
+        source.wire.call(partial(self._cut_off, source, how))
 
-    def _cut_off(self, source: Source) -> None:
+    def _cut_off(self, source: Source, how: str) -> None:
         """In the wire's thread, without the lock; asked again with the next tick where not yet."""
         if not is_cut_off(source.wire.endpoint, source.address):
+            local = not source.wire.endpoint.capabilities.cross_host
+            if local and how == "silent" and not source.reaches:
+                source.reaches = True
+                log.warning(
+                    "prefill %s does not answer and can still write here over %s: blocks that it "
+                    "was granted stay taken until its process ends or goes on",
+                    source.name,
+                    source.wire.name,
+                )
             return
         log.warning("prefill %s is gone: nothing of it is written here any more", source.name)
         with self._lock:

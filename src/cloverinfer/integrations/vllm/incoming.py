@@ -29,6 +29,8 @@ class Source:
     """When something last came from it, by its wire's clock (``Wire.listened``)."""
     peer: Peer | None = None
     """Set once it has spoken over the data wire."""
+    reaches: bool = False
+    """It was lost and can write here all the same, and the log says so."""
 
     @property
     def name(self) -> str:

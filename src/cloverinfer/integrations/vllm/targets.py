@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ...core.errors import CloverError, ConfigError, TransportError
+from ...core.errors import CloverError, ConfigError, RefusedError, TransportError
 from ...transport import Peer, Slices
 from .courier import Courier, Wire
 from .grid import Match
@@ -119,6 +119,11 @@ class Targets:
     def _knock(self, place: tuple[str, int], message: Greeting | GiveUp) -> None:
         try:
             self._courier.knock(*place, message)
+        except RefusedError as problem:
+            with self._lock:
+                target = self._targets.get(place)
+                if target is not None and target.worker is None and not target.refused:
+                    self._refuse(target, str(problem))
         except TransportError as problem:
             log.info("nobody answers at %s:%d: %s", *place, problem)
 
