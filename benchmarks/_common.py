@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from cloverinfer.core.memory import private_memory
+
 
 @dataclass
 class Row:
@@ -130,9 +132,10 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 def read_bandwidth(threads: int) -> float:
-    """Bytes per second that ``threads`` threads read from memory (a dot product over 1 GiB)."""
+    """Bytes per second that ``threads`` threads read from memory (a dot product over 1 GiB,
+    in huge pages where the system has them, as weights and pools are)."""
     torch.set_num_threads(threads)
-    data = torch.ones(1 << 28)
+    data = torch.frombuffer(private_memory(1 << 30), dtype=torch.float32).fill_(1)
     return data.nbytes / best_of(5, lambda: torch.dot(data, data))
 
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-import mmap
 import os
 import re
 import statistics
@@ -41,6 +40,7 @@ from _common import Row, describe_run, finish, parser, peak_flops, write
 from _paged import PagedReader, runs_of
 from _peers import KernelPeer
 from cloverinfer.attention.cpu import CpuAttention
+from cloverinfer.core.memory import private_memory
 from cloverinfer.kvcache.layout import KVSpec, PoolLayout, blocks_for
 
 BATCHES = (1, 4, 16, 64)
@@ -156,20 +156,12 @@ def copies_of(shape: Shape, cache: int) -> int:
     return max(1, -(-2 * cache // shape.kv_bytes)) if shape.kv_bytes < 4 * cache else 1
 
 
-def memory(nbytes: int) -> memoryview:
-    """In huge pages where the system has them, as pools of the inproc transport are."""
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(pages)
-
-
 def our_calls(shape: Shape, copies: int, threads: int) -> tuple[Rotation, torch.Tensor]:
     """And the addresses that they read, at most of ``PROBE`` bytes."""
     needed = shape.batch * blocks_for(shape.context, BLOCK)
     layout = PoolLayout((shape.spec,), BLOCK, needed * copies)
     backend = CpuAttention(threads)
-    pool = memory(layout.total_bytes)
+    pool = memoryview(private_memory(layout.total_bytes))
     backend.allocate(layout, shape.heads, pool)
     step = 1 << 12
     k, v = torch.randn(2, step, shape.kv_heads, shape.dim).to(shape.compute).unbind()
@@ -202,7 +194,7 @@ class Probe:
     """The read bandwidth, as a dot product over memory like a pool's; bytes per second."""
 
     def __init__(self) -> None:
-        self._data = torch.frombuffer(memory(PROBE), dtype=torch.float32).fill_(1)
+        self._data = torch.frombuffer(private_memory(PROBE), dtype=torch.float32).fill_(1)
 
     def __call__(self) -> float:
         started = time.perf_counter()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from cloverinfer import _native
+from cloverinfer.models.arena import Arenas
 from cloverinfer.models.chain import Act, Map, Operand, Program, Step, _chain
 from cloverinfer.models.panels import panels_of
 
@@ -115,7 +116,8 @@ def ffn(tokens: int) -> tuple[Program, list[torch.Tensor], list[torch.Tensor], t
             (32, 48, 1),
         ),
     )
-    weights = [panels_of(gate_up, 2), panels_of(down, 1), bias]
+    arenas = Arenas()
+    weights = [panels_of(gate_up, 2, arenas), panels_of(down, 1, arenas), bias]
     wide = x.double()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
     gate, up = (normed @ gate_up.double().T).chunk(2, -1)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
+from cloverinfer.models.arena import Arenas
 from cloverinfer.models.fuse import Fused, fuse
 from cloverinfer.models.native import native_serves
 from cloverinfer.models.operators import expert_linear, exporting
@@ -81,7 +82,7 @@ def made_of(
     given, kept = [], []
 
     def make(place: Place) -> torch.Tensor:
-        return place.make([weights[i] for i in place.parts])
+        return place.make([weights[i] for i in place.parts], Arenas())
 
     for place in one.places:
         if isinstance(place, Bound):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import fx, nn
 
+from cloverinfer.models.arena import Arenas
 from cloverinfer.models.fuse import Fused, fuse
 from cloverinfer.models.native import native_serves
 from cloverinfer.models.operators import exporting
@@ -75,7 +76,7 @@ def test_a_rewritten_layer_gives_what_it_gave(lowering: str) -> None:
     weights, rows = inputs(torch.bfloat16)
     expected = Layer()(*(x.float() for x in (*weights, *rows)))
     fused = fuse(traced(torch.bfloat16), len(weights), lowering)
-    made = [place.make([weights[i] for i in place.parts]) for place in fused.places]
+    made = [place.make([weights[i] for i in place.parts], Arenas()) for place in fused.places]
     found = fused.graph(*made, *rows)
     for one, other in zip(found, expected, strict=True):
         assert (one - other).abs().max() < 0.03 * other.abs().max()
@@ -102,7 +103,7 @@ def test_what_other_code_reads_too_is_left_alone() -> None:
     given = [torch.randn(shape, generator=generator) for shape in shapes]
     expected = Twice()(*given)
     fused = fuse(exported(Twice(), *given), 3, "inductor")
-    made = [place.make([given[i] for i in place.parts]) for place in fused.places]
+    made = [place.make([given[i] for i in place.parts], Arenas()) for place in fused.places]
     for one, other in zip(fused.graph(*made, given[3]), expected, strict=True):
         torch.testing.assert_close(one, other)
     assert [place.parts for place in fused.places] == [(0, 1), (2,)]
@@ -117,7 +118,7 @@ def test_single_products_with_panels(tokens: int, outputs: int) -> None:
         torch.randn(shape, generator=generator).bfloat16()
         for shape in ((tokens, 100), (outputs, 100), (outputs,), (tokens, outputs))
     )
-    panels = panels_of(w, 1)
+    panels = panels_of(w, 1, Arenas())
     expected = x.float() @ w.float().T
     for bias, residual in ((None, None), (b, None), (b, r)):
         wanted = expected + (0 if bias is None else b.float())
@@ -125,7 +126,7 @@ def test_single_products_with_panels(tokens: int, outputs: int) -> None:
         found = multiply(x, panels, bias, residual, (outputs, 1))
         torch.testing.assert_close(found.float(), wanted, rtol=8e-3, atol=0.05)
     gate, up = expected.chunk(2, -1)
-    found = multiply(x, panels_of(w, 2), None, None, (outputs // 2, 2))
+    found = multiply(x, panels_of(w, 2, Arenas()), None, None, (outputs // 2, 2))
     torch.testing.assert_close(found.float(), F.silu(gate) * up, rtol=1e-2, atol=0.2)
     strided = torch.zeros((tokens, 130), dtype=torch.bfloat16)[:, :100].copy_(x)
     assert torch.equal(

@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import fx, nn
 
 from cloverinfer.attention.base import FusedRows
+from cloverinfer.models.arena import Arenas
 from cloverinfer.models.fuse import Fused, fuse
 from cloverinfer.models.kernel_operators import DIRECT, turn
 from cloverinfer.models.operators import exporting
@@ -136,7 +137,7 @@ def traced(how: How) -> fx.GraphModule:
 
 def run(fused: Fused) -> tuple[torch.Tensor, ...]:
     given = inputs()
-    made = [place.make([given[i] for i in place.parts]) for place in fused.places]  # type: ignore[union-attr]
+    made = [place.make([given[i] for i in place.parts], Arenas()) for place in fused.places]  # type: ignore[union-attr]
     results = fused.graph(*made, *given[len(SHAPES) :])
     if fused.turn is None:
         return tuple(results)

@@ -29,6 +29,7 @@ from ..attention.base import FusedRows
 from ..core.errors import ConfigError, ModelError
 from ..kvcache.layout import KVSpec
 from .arch import kv_specs
+from .arena import Arenas
 from .base import QKV, Carry, DenseHalf, ModelArch, UnrotatedStages, place
 from .cache import sha256_of
 from .chain import Direct, is_by_token
@@ -365,6 +366,7 @@ class _Weights:
         self._source, self._device = source, device
         self._shapes = source.shapes()
         self._made: dict[Any, torch.Tensor] = {}
+        self._arenas = Arenas()
 
     def of(self, entry: StageEntry, places: Sequence[Place | Bound]) -> list[torch.Tensor]:
         """What the stage's graph takes first."""
@@ -387,7 +389,7 @@ class _Weights:
         key = names, place.folds, place.transposed, place.floats, place.experts, place.computed
         if key not in self._made:
             parts = [self._source.load(name, self._shapes[name]) for name in names]
-            self._made[key] = place.make([part.to(self._device) for part in parts])
+            self._made[key] = place.make([part.to(self._device) for part in parts], self._arenas)
         return self._made[key]
 
 

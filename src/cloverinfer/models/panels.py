@@ -11,7 +11,7 @@ import functools
 import torch
 
 from .. import _native
-from .arena import Arena
+from .arena import Arenas
 from .linear import Linear
 from .native import native_serves
 from .packed import Format, Packing, pack, packed_bytes
@@ -26,23 +26,24 @@ def panels_serve(weight: torch.Tensor) -> bool:
     return native_serves(weight.dtype, weight.device) and weight.shape[1] % 2 == 0
 
 
-def panels_of(weight_oi: torch.Tensor, folds: int) -> torch.Tensor:
-    """The matrix as uint8 ``[bytes]``, which does not keep it. ``folds``: 2 for ``gated``."""
+def panels_of(weight_oi: torch.Tensor, folds: int, arenas: Arenas) -> torch.Tensor:
+    """The matrix as uint8 ``[bytes]`` of ``arenas``, which does not keep it. ``folds``: 2 for
+    ``gated``."""
     how, linear = Packing(torch.get_num_threads()), Linear(weight_oi)
     nbytes = packed_bytes(linear, folds, how)
-    panels = Arena(nbytes, 1).room(nbytes)
+    panels = arenas.room(nbytes)
     pack(linear, folds, how, panels)
     return panels
 
 
-def panels_of_experts(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+def panels_of_experts(weight: torch.Tensor, transposed: bool, arenas: Arenas) -> torch.Tensor:
     """Of ``[e, o, i]``, or transposed ``[e, i, o]``: uint8 ``[e, bytes]``."""
     experts = len(weight)
     matrices = [one.T if transposed else one for one in weight]
     how = Packing(torch.get_num_threads())
     nbytes = packed_bytes(Linear(matrices[0]), 1, how)
     rooms = -(-nbytes // _LINE) * _LINE
-    panels_eb = Arena(experts * rooms, 1).room(experts * rooms).view(experts, rooms)
+    panels_eb = arenas.room(experts * rooms).view(experts, rooms)
     for one, room in zip(matrices, panels_eb, strict=True):
         pack(Linear(one.contiguous()), 1, how, room[:nbytes])
     return panels_eb

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from .arena import Arenas
 from .panels import panels_of, panels_of_experts, panels_serve
 
 
@@ -31,16 +32,17 @@ class Place:
     computed: fx.GraphModule | None = None
     """What is made of the parts instead."""
 
-    def make(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def make(self, parts: Sequence[torch.Tensor], arenas: Arenas) -> torch.Tensor:
+        """The weight; panels lie in ``arenas``."""
         if self.experts:
-            return panels_of_experts(parts[0], self.transposed)
+            return panels_of_experts(parts[0], self.transposed, arenas)
         if self.computed is not None:
             whole: torch.Tensor = self.computed(*parts)
         else:
             turned = [part.T.contiguous() for part in parts] if self.transposed else list(parts)
             whole = turned[0] if len(turned) == 1 else torch.cat(turned)
         if self.folds and panels_serve(whole):
-            return panels_of(whole, self.folds)
+            return panels_of(whole, self.folds, arenas)
         return whole.float().contiguous() if self.floats else whole
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import mmap
 import os
 import time
 from collections.abc import Callable
@@ -12,15 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.errors import TransportError
+from ..core.memory import private_memory
 from .base import DeviceMemory, Peer, Ranges, Region, RegionRef, Slices
 
-log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 64 << 20
 """Far more than any plan; a longer message is a mistake of ours."""
 MOST_REGION_BYTES = 1 << 62
 """Sizes beyond it fit no system call."""
-HUGE_FROM_BYTES = 16 << 20
-"""Smaller regions would waste much of a huge page of 2 MiB."""
 LONGEST_WAIT = 1e6
 """Seconds; what "for ever" is cut down to, so that every primitive can take it."""
 _INT32 = np.dtype(np.int32)
@@ -140,16 +136,11 @@ def allocate(nbytes: int) -> memoryview:
     the asking, since blocks are read in random order."""
     check_size(nbytes)
     try:
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = private_memory(nbytes)
     except OSError as error:
         raise TransportError(
             f"this host does not give {nbytes} bytes of memory: {error}; configure smaller pools"
         ) from error
-    if nbytes >= HUGE_FROM_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError as error:  # a kernel without them
-            log.debug("no huge pages for %d bytes: %s", nbytes, error)
     return memoryview(memory)
 
 
