@@ -5,6 +5,7 @@ than a shell. Prints what it found; fails with ``clover: REASON`` and exit statu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -127,13 +128,11 @@ def ready(url: str, seconds: float, mark: str) -> None:
     """Waits until the service that ``mark`` tells answers at ``url``."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        try:
-            with _DIRECT.open(url, timeout=5) as answer:
-                if answer.status == 200:
-                    print("ready")
-                    return
-        except (urllib.error.URLError, OSError):
-            pass  # it is starting
+        # What it raises until then: it is starting.
+        with contextlib.suppress(OSError), _DIRECT.open(url, timeout=5) as answer:
+            if answer.status == 200:
+                print("ready")
+                return
         if not _marked(mark):
             fail(f"the service ended: {_last_line(mark)}")
         time.sleep(0.3)

@@ -176,10 +176,10 @@ class _Pass:
                 self._take_norm(x, node)
 
     def _take_norm(self, product: fx.Node, norm: fx.Node) -> None:
-        x, weight, bias, residual, outputs, _ = product.args
+        x, weight, bias, residual, *_ = product.args
         if residual is None:
             return
-        given = (x, weight, bias, residual, outputs, *norm.args[1:])
+        given = (x, weight, bias, residual, *norm.args[1:])
         with self._graph.inserting_before(product):
             both = self._graph.call_function(torch.ops.cloverinfer.linear_norm.default, given)
             parts = [self._graph.call_function(operator.getitem, (both, i)) for i in range(2)]

@@ -79,11 +79,11 @@ def linear_norm(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor,
-    outputs: int,
     scale: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The product plus ``residual``, and its norm with the weight ``scale``: each ``[..., o]``."""
+    outputs = len(scale)
     kernels = _kernels_of(x.dtype, x.device)
     if kernels is not None:
         x_ti = x.reshape(-1, x.shape[-1])
@@ -102,11 +102,10 @@ def _linear_norm_fake(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor,
-    outputs: int,
     scale: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (*x.shape[:-1], outputs)
+    shape = (*x.shape[:-1], len(scale))
     return x.new_empty(shape), x.new_empty(shape)
 
 
@@ -169,8 +168,8 @@ _LIBRARY.define("norm(Tensor x, Tensor weight, float eps) -> Tensor")
 _LIBRARY.impl("norm", norm, "CompositeExplicitAutograd")
 torch.library.register_fake("cloverinfer::norm", _norm_fake, lib=_LIBRARY)
 _LIBRARY.define(
-    "linear_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, int outputs, Tensor scale,"
-    " float eps) -> (Tensor, Tensor)"
+    "linear_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor scale, float eps)"
+    " -> (Tensor, Tensor)"
 )
 _LIBRARY.impl("linear_norm", linear_norm, "CompositeExplicitAutograd")
 torch.library.register_fake("cloverinfer::linear_norm", _linear_norm_fake, lib=_LIBRARY)
