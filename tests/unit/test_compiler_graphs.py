@@ -13,11 +13,12 @@ from torch import nn
 
 from cloverinfer.compiler.capture import Captured
 from cloverinfer.compiler.check import check_original, check_parts, check_rows
+from cloverinfer.compiler.command import splitter_of
 from cloverinfer.compiler.find import capture_module
 from cloverinfer.compiler.partition import Stage, split_at_attention, split_by
 from cloverinfer.compiler.run import Parts
 from cloverinfer.compiler.targets import split_ffn
-from cloverinfer.core.errors import ModelError
+from cloverinfer.core.errors import ConfigError, ModelError
 
 HIDDEN, HEADS, DIM, VOCAB = 32, 4, 8, 50
 
@@ -196,6 +197,17 @@ def test_branch_on_a_value_is_refused_with_its_line() -> None:
         capture_module(Branching(Block()))
 
 
+def test_code_that_fixes_the_number_of_tokens_is_refused_with_its_line() -> None:
+    class Bounded(Model):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + x.new_ones(1, x.shape[1], 1)
+            x = x + x.new_ones(1, 16, 1)[:, : x.shape[1]]  # the line that is named
+            return super().body(x)
+
+    with pytest.raises(ModelError, match=r"graphs\.py:\d+: x = x \+ x\.new_ones\(1, 16, 1\)"):
+        capture_module(Bounded(Block()))
+
+
 def test_state_between_calls_is_refused() -> None:
     class Counting(Model):
         def __init__(self, *blocks: nn.Module) -> None:
@@ -292,3 +304,17 @@ def test_a_split_by_a_predicate_of_ones_own() -> None:
     check_parts(captured, Parts(captured, stages))
     assert len(stages) == 5
     assert all(not stage.weights for stage in stages[1::2])
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("json:dumps", "fails on .*: TypeError: .*not JSON"),
+        ("json:__name__", "no function"),
+        ("json:nothing", "has no attribute 'nothing'"),
+        ("nowhere", "No module named 'nowhere'"),
+    ],
+)
+def test_predicates_that_are_none_are_refused(target: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        splitter_of(target)(capture_module(Model(Block())))  # type: ignore[misc]

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ..core.errors import ModelError
 from ..kvcache.layout import KVSpec
 from ..models.operators import exporting
-from .errors import refuse_export
+from .errors import LengthWatch, refuse_export
 from .evaluate import evaluate
 from .operator import ATTENTION, decode_spec
 
@@ -125,16 +125,16 @@ def capture(
     # Non-strict: Python runs as it is, and what it does with tensors is recorded.
     wrapped = _Flat(model.eval(), inputs or {}, has_positions)
     tokens = torch.export.Dim("tokens", min=1, max=MOST_TOKENS)
-    example = torch.arange(TRACED_TOKENS)
+    example, watch = torch.arange(TRACED_TOKENS), LengthWatch()
     try:
-        with exporting(), torch.no_grad(), NoDropout():
+        with exporting(), torch.no_grad(), NoDropout(), watch:
             program = torch.export.export(
                 wrapped, (example, example.clone()), dynamic_shapes=({0: tokens},) * 2, strict=False
             ).run_decompositions({})
     except ModelError:
         raise
     except Exception as problem:  # the boundary to the model's own code, which may raise anything
-        raise refuse_export(problem) from problem
+        raise refuse_export(problem, watch.line) from problem
     return _tidy(program)
 
 

@@ -33,7 +33,7 @@ def compile_model(
     """
     if output is not None and target != "attention":
         raise ConfigError(f"--output saves models split at attention, not at {target!r}")
-    split = _splitter(target)
+    split = splitter_of(target)
     source = Source(**source_of(config, progress))
     compiled = compile_source(source, progress)
     stages, manifest = compiled.stages, None
@@ -45,7 +45,7 @@ def compile_model(
     return make_report(config.model_path, compiled.captured, stages), manifest
 
 
-def _splitter(target: str) -> Callable[[Captured], list[Stage]] | None:
+def splitter_of(target: str) -> Callable[[Captured], list[Stage]] | None:
     """None: at attention, which is done anyway."""
     if target == "attention":
         return None
@@ -63,5 +63,15 @@ def _predicate(target: str) -> Callable[[fx.Node], bool]:
         raise ConfigError(
             f"--target is {target!r}; it is attention, ffn, or module:function ({problem})"
         ) from problem
-    predicate: Callable[[fx.Node], bool] = found
+    if not callable(found):
+        raise ConfigError(f"--target is {target!r}, which is no function")
+
+    def predicate(node: fx.Node) -> bool:
+        try:
+            return bool(found(node))
+        except Exception as problem:  # the boundary to the user's own code
+            raise ConfigError(
+                f"--target {target} fails on {node.name}: {type(problem).__name__}: {problem}"
+            ) from problem
+
     return predicate

@@ -264,8 +264,9 @@ class _Builder:
         sizes = [str(size) for size in node.meta["val"].shape]
         if dim < 0 or sizes.count(self._cut._symbol) > 1:
             raise ModelError(
-                f"a value of shape {sizes} that does not belong to single tokens crosses attention "
-                f"({node.name}): the model mixes tokens outside of it"
+                f"a value of shape {sizes} that does not belong to single tokens crosses a cut "
+                f"({node.name}): the model mixes tokens outside of attention, or the cut is where "
+                "rows are something else"
             )
         return dim
 
