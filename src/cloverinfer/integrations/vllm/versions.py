@@ -40,7 +40,8 @@ def check_version(version: str, base: type, ours: type) -> None:
         raise ConfigError(f"vLLM {version} is older than this connector's interface: {want}")
     wrong = [problem for name in vars(ours) if (problem := _misfit(name, base, ours))]
     if wrong:
-        raise ConfigError(f"vLLM {version} calls this connector otherwise: {'; '.join(wrong)}")
+        text = f"vLLM {version} calls this connector otherwise: {'; '.join(wrong)}"
+        raise ConfigError(f"{text}: {want}")
     if number is None or number > NEWEST:
         log.warning("vLLM %s is not known to this connector, which may not fit it", version)
 
