@@ -2,10 +2,11 @@
 
 32 layers of Llama-3.1-8B's shapes and the LM head, 15 GB of random bfloat16 weights, each read
 once, captured in one graph with the norms and the gate between the products; no attention. The
-peer is the same with ``F.linear``. The floor is the weights' bytes over the bandwidth of a sum over
-2 GiB in the same run.
+peer is the same with ``F.linear``. With ``--quantization fp8`` the layers' weights are in float8,
+and the peers are ``torch._scaled_mm`` with quantised rows and our kernel with bfloat16 weights. The
+floor is the weights' bytes over the bandwidth of a sum over 2 GiB in the same run.
 
-    python benchmarks/gemm_cuda.py
+    python benchmarks/gemm_cuda.py [--quantization fp8]
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from _common import Row, finish, parser
 from cloverinfer.models.cuda_kernels import DenseKernels
 from cloverinfer.models.cuda_linear import OWN_ROWS, CudaLinear, gemm_of
+from cloverinfer.models.fp8 import Fp8Linear
 from cloverinfer.models.product import Linear
 
 HIDDEN, FFN, QKV, VOCAB, LAYERS = 4096, 14336, 6144, 128256, 32
@@ -51,23 +53,17 @@ def weight(outputs: int, inputs: int) -> torch.Tensor:
     return made.normal_(0, inputs**-0.5)
 
 
-def own_model(layers: int) -> Model:
-    made = [
-        Layer(
-            CudaLinear(weight(QKV, HIDDEN)),
-            CudaLinear(weight(HIDDEN, HIDDEN)),
-            CudaLinear(weight(2 * FFN, HIDDEN)),
-            CudaLinear(weight(HIDDEN, FFN)),
-        )
-        for _ in range(layers)
-    ]
-    return Model(made, CudaLinear(weight(VOCAB, HIDDEN)))
+def plain_model(layers: int, product: Callable[[torch.Tensor], Linear]) -> Model:
+    """PyTorch's products, the layers' by ``product``."""
+    shapes = [(QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN)]
+    made = [Layer(*(product(weight(*shape)) for shape in shapes)) for _ in range(layers)]
+    return Model(made, Linear(weight(VOCAB, HIDDEN)))
 
 
-def plain(model: Model) -> Model:
-    """The same weights with PyTorch's products."""
-    layers = [Layer(*(Linear(p.weight) for p in vars(layer).values())) for layer in model.layers]
-    return Model(layers, Linear(model.head.weight))
+def own(model: Model) -> Model:
+    """The same weights with our kernel."""
+    layers = [Layer(*(CudaLinear(p) for p in vars(layer).values())) for layer in model.layers]
+    return Model(layers, CudaLinear(model.head))
 
 
 def step(model: Model, kernels: DenseKernels, hidden_tc: torch.Tensor) -> torch.Tensor:
@@ -125,23 +121,38 @@ def read_bandwidth() -> float:
     return data.nbytes / statistics.median(times[2:])
 
 
+def models(layers: int, quantization: str | None) -> tuple[Model, dict[str, Model]]:
+    """Ours, and its peers by name."""
+    plain = plain_model(layers, Linear)
+    if quantization is None:
+        return own(plain), {"cuBLAS": plain}
+    narrow = plain_model(layers, Fp8Linear)
+    return own(narrow), {"torch._scaled_mm": narrow, "ours in bfloat16": own(plain)}
+
+
 def main() -> None:
-    options = parser(__doc__ or "").parse_args()
+    made = parser(__doc__ or "")
+    made.add_argument("--quantization", choices=["fp8"], help="of the layers' matrices")
+    options = made.parse_args()
     if gemm_of(0) is None:
         raise SystemExit("needs a GPU of compute capability 9.0 and a build with CUDA kernels")
     bandwidth = read_bandwidth()
     print(f"read bandwidth: {bandwidth / 1e9:,.0f} GB/s")
-    own = own_model(2 if options.quick else LAYERS)
-    cublas, kernels = plain(own), DenseKernels(torch.bfloat16, DEVICE)
+    ours, peers = models(2 if options.quick else LAYERS, options.quantization)
+    kernels = DenseKernels(torch.bfloat16, DEVICE)
+    floor = ours.nbytes / bandwidth * 1e3
     rows = []
     for tokens in ROWS:
         assert tokens <= OWN_ROWS
         hidden_tc = torch.randn((tokens, HIDDEN), device=DEVICE).bfloat16()
         with torch.inference_mode():
-            peer = time_ms(lambda x=hidden_tc: step(cublas, kernels, x))
-            value = time_ms(lambda x=hidden_tc: step(own, kernels, x))
-        floor = own.nbytes / bandwidth * 1e3
-        rows.append(Row("step", value, "ms", {"tokens": tokens}, floor, "cuBLAS", peer))
+            times = {
+                name: time_ms(lambda x=hidden_tc, model=model: step(model, kernels, x))
+                for name, model in peers.items()
+            }
+            value = time_ms(lambda x=hidden_tc: step(ours, kernels, x))
+        for name, peer in times.items():
+            rows.append(Row("step", value, "ms", {"tokens": tokens}, floor, name, peer))
     finish(rows, options.json)
 
 

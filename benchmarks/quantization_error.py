@@ -21,7 +21,7 @@ WEIGHTS: dict[str, dict[str, str]] = {
     "gguf": {"dtype": "bfloat16", "quantization": "gguf"},
     "fp8": {"dtype": "bfloat16", "quantization": "fp8"},
 }
-"""fp8 is computed on the CPU too, where it rounds what it rounds on a GPU."""
+"""fp8 is computed on the CPU too, where it rounds what a GPU rounds in calls of many rows."""
 
 
 def read(model: ModelConfig, text: str, tokens: int, threads: int | None) -> list[float]:

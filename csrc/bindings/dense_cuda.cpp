@@ -98,7 +98,7 @@ void rotate(const Dense& self, int64_t stream, int dtype, int tokens, HeadSizes 
 }
 
 void quantise(const Dense& self, int64_t stream, int dtype, int rows, int columns, int64_t rows_in,
-              int64_t stride, int64_t out, int64_t scales) {
+              int64_t stride, int64_t out, int64_t scales, bool interleaved) {
   check_sizes(rows, columns);
   check_row_stride(stride, columns, "rows_in");
   cuda::QuantiseParams params = {};
@@ -109,6 +109,7 @@ void quantise(const Dense& self, int64_t stream, int dtype, int rows, int column
   params.stride = stride;
   params.out = rows_at(out, cuda::DType::kFloat8E4M3, "out");
   params.scales = at_address<float>(scales, "scales");
+  params.interleaved = interleaved;
   py::gil_scoped_release release;
   self.quantise(params, stream_of(stream));
 }

@@ -35,7 +35,8 @@ void* rows_at(const Rows& rows, int columns, int tokens, const char* name) {
   return aligned(address, 4, name);
 }
 
-using Weights = std::tuple<int64_t, int, int, bool>;  // address, n, k, gate and up
+// Address, n, k, gate and up, address of scales.
+using Weights = std::tuple<int64_t, int, int, bool, int64_t>;
 
 cuda::GemmShape shape_of(const Weights& weights) {
   return {std::get<1>(weights), std::get<2>(weights), std::get<3>(weights)};
@@ -46,6 +47,7 @@ void multiply(const Gemm& self, int64_t stream, int64_t workspace, int tokens, c
   cuda::GemmCall call = {};
   call.w = aligned(std::get<0>(w), 16, "w");
   call.shape = shape_of(w);
+  call.scales = static_cast<const float*>(aligned(std::get<4>(w), 4, "scales", false));
   call.tokens = tokens;
   call.bias = aligned(bias, 2, "bias", false);
   call.x = aligned(std::get<0>(x), 16, "x");

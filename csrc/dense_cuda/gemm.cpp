@@ -11,7 +11,7 @@
 namespace clover::cuda {
 namespace {
 
-constexpr int kBoxInputs = 64;     // along k: the 128 bytes that shared memory is swizzled by
+constexpr int kBoxBytes = 128;     // along k: what shared memory is swizzled by
 constexpr int kAlignment = 1024;   // of a stage in shared memory
 constexpr int kBarrierBytes = 16;  // of a stage
 constexpr int kCounterBytes = 4096;
@@ -40,16 +40,29 @@ Encode find_encode() {
   return reinterpret_cast<Encode>(function);
 }
 
+constexpr int kBFloat16Bytes = 2, kFloat8Bytes = 1;
+
+// A matrix in memory.
+struct Matrix {
+  const void* data;
+  int rows;
+  int k;
+  int64_t stride;  // elements
+  int bytes;       // of an element
+};
+
 template <int Rank>
-CUtensorMap encode(const void* data, const cuuint64_t (&sizes)[Rank],
+CUtensorMap encode(const Matrix& matrix, const cuuint64_t (&sizes)[Rank],
                    const cuuint64_t (&strides)[Rank - 1], const cuuint32_t (&box)[Rank]) {
   static const Encode function = find_encode();
   cuuint32_t steps[Rank];
   std::fill(steps, steps + Rank, 1);
   CUtensorMap map;
+  const CUtensorMapDataType type = matrix.bytes == kFloat8Bytes ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const CUresult result =
-      function(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, Rank, const_cast<void*>(data), sizes,
-               strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      function(&map, type, Rank, const_cast<void*>(matrix.data), sizes, strides, box, steps,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     throw std::invalid_argument("a matrix cannot be described to the copy engine (error " +
@@ -58,34 +71,39 @@ CUtensorMap encode(const void* data, const cuuint64_t (&sizes)[Rank],
 }
 
 // Rows of a matrix, `box` of them at a time.
-CUtensorMap map_rows(const void* data, int rows, int k, int64_t stride, int box) {
-  const auto row_bytes = static_cast<cuuint64_t>(stride * 2);
-  return encode<2>(data, {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(rows)}, {row_bytes},
-                   {kBoxInputs, static_cast<cuuint32_t>(box)});
+CUtensorMap map_rows(const Matrix& matrix, int box) {
+  return encode<2>(
+      matrix, {static_cast<cuuint64_t>(matrix.k), static_cast<cuuint64_t>(matrix.rows)},
+      {static_cast<cuuint64_t>(matrix.stride * matrix.bytes)},
+      {static_cast<cuuint32_t>(kBoxBytes / matrix.bytes), static_cast<cuuint32_t>(box)});
 }
 
 // Rows of gate and up in turns of eight, so that a thread of the kernel has the sums of both.
-CUtensorMap map_gated(const void* data, int n, int k, int box) {
-  const cuuint64_t row_bytes = cuuint64_t{2} * k;
-  return encode<4>(data, {static_cast<cuuint64_t>(k), 8, 2, static_cast<cuuint64_t>(n / 16)},
-                   {row_bytes, row_bytes * (n / 2), row_bytes * 8},
-                   {kBoxInputs, 8, 2, static_cast<cuuint32_t>(box / 16)});
+CUtensorMap map_gated(const Matrix& matrix, int box) {
+  const auto row_bytes = static_cast<cuuint64_t>(matrix.stride * matrix.bytes);
+  return encode<4>(
+      matrix, {static_cast<cuuint64_t>(matrix.k), 8, 2, static_cast<cuuint64_t>(matrix.rows / 16)},
+      {row_bytes, row_bytes * (matrix.rows / 2), row_bytes * 8},
+      {static_cast<cuuint32_t>(kBoxBytes / matrix.bytes), 8, 2, static_cast<cuuint32_t>(box / 16)});
 }
 
 int divide_up(int a, int b) { return (a + b - 1) / b; }
 
-CUtensorMap map_weights(const void* w, const GemmShape& shape, int box) {
-  return shape.gated ? map_gated(w, shape.n, shape.k, box)
-                     : map_rows(w, shape.n, shape.k, shape.k, box);
+CUtensorMap map_weights(const GemmCall& call, int box) {
+  const GemmShape& shape = call.shape;
+  const int bytes = call.scales != nullptr ? kFloat8Bytes : kBFloat16Bytes;
+  const Matrix w = {call.w, shape.n, shape.k, shape.k, bytes};
+  return shape.gated ? map_gated(w, box) : map_rows(w, box);
 }
 
 GemmParams describe(const GemmCall& call, const GemmKernel& kernel, void* workspace) {
   const GemmShape& shape = call.shape;
   GemmParams params = {};
-  params.w = map_weights(call.w, shape, kernel.rows);
-  params.x = map_rows(call.x, call.tokens, shape.k, call.x_stride, kernel.tokens);
+  params.w = map_weights(call, kernel.rows);
+  params.x = map_rows({call.x, call.tokens, shape.k, call.x_stride, kBFloat16Bytes}, kernel.tokens);
   params.y = static_cast<__nv_bfloat16*>(call.y);
   params.y_stride = call.y_stride;
+  params.scales = call.scales;
   params.bias = static_cast<const __nv_bfloat16*>(call.bias);
   params.residual = static_cast<const __nv_bfloat16*>(call.residual);
   params.residual_stride = call.residual_stride;
@@ -108,13 +126,14 @@ int count_blocks(int tiles, int steps, int processors) {
   return static_cast<int>(std::min<int64_t>(processors, int64_t{tiles} * steps));
 }
 
-bool served(const GemmShape& shape) {
-  return shape.n >= 8 && shape.n % (shape.gated ? 16 : 8) == 0 && shape.k >= 8 && shape.k % 8 == 0;
+bool served(const GemmShape& shape, bool float8) {
+  const int rows = shape.gated ? 16 : 8, inputs = float8 ? 16 : 8;
+  return shape.n >= rows && shape.n % rows == 0 && shape.k >= inputs && shape.k % inputs == 0;
 }
 
 void check_call(const GemmCall& call) {
-  const bool fits = served(call.shape) && call.x_stride % 8 == 0 && call.tokens >= 1 &&
-                    call.tokens <= kGemmTokens;
+  const bool fits = served(call.shape, call.scales != nullptr) && call.x_stride % 8 == 0 &&
+                    call.tokens >= 1 && call.tokens <= kGemmTokens;
   if (!fits) throw std::invalid_argument("the product is not of a shape that the kernel takes");
 }
 
@@ -135,10 +154,12 @@ Gemm::Gemm(int device) : device_(device) {
     throw std::runtime_error("the device has more multiprocessors than the kernel counts");
   for (int tokens = 8; tokens <= kGemmTokens; tokens *= 2) {
     for (bool gated : {false, true}) {
-      const GemmKernel kernel = gemm_kernel_for(tokens, gated);
-      check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel.function),
-                                 cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-            "preparing a GEMM kernel");
+      for (bool float8 : {false, true}) {
+        const GemmKernel kernel = gemm_kernel_for(tokens, gated, float8);
+        check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel.function),
+                                   cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+              "preparing a GEMM kernel");
+      }
     }
   }
 }
@@ -151,7 +172,7 @@ int64_t Gemm::workspace_bytes() const {
 void Gemm::run(const GemmCall& call, void* workspace, cudaStream_t stream) const {
   check_call(call);
   const DeviceGuard guard(device_);
-  const GemmKernel kernel = gemm_kernel_for(call.tokens, call.shape.gated);
+  const GemmKernel kernel = gemm_kernel_for(call.tokens, call.shape.gated, call.scales != nullptr);
   const GemmParams params = describe(call, kernel, workspace);
   const int blocks = count_blocks(params.tiles, params.steps, processors_);
   const int shared_bytes = kAlignment + params.stages * (kernel.stage_bytes + kBarrierBytes);

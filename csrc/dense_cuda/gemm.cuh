@@ -11,28 +11,35 @@
 #include "common/launch.cuh"
 #include "dense_cuda/gemm_params.h"
 #include "dense_cuda/wgmma.cuh"
+#include "dense_cuda/widen.cuh"
 
 namespace clover::cuda {
 
 constexpr int kGroups = 2;  // warpgroups that multiply
 constexpr int kMultiplying = kGroups * 128;
 constexpr int kGemmThreads = kMultiplying + 32;
-constexpr int kBoxBytes = 128;  // a row of a box: 64 inputs, as wide as the swizzle
-constexpr int kBoxInputs = 64;
+constexpr int kBoxBytes = 128;    // a row of a box, as wide as the swizzle
+constexpr int kBoxInputs = 64;    // of x in it
+constexpr int kSliceInputs = 16;  // of one product
 constexpr int kMultiplyingBarrier = 1;
 
-// What an instance is made for: columns (tokens) of a product, 64-row blocks of weights for each
-// warpgroup, boxes along k to a stage, and whether rows are pairs of gate and up.
-template <int Tokens, int Blocks, int Boxes, bool Gated>
+// What an instance is made for: the type of weights, columns (tokens) of a product, 64-row blocks
+// of weights for each warpgroup, boxes of them along k to a stage, and whether rows are pairs of
+// gate and up.
+template <typename Weight, int Tokens, int Blocks, int Boxes, bool Gated>
 struct GemmKind {
+  static constexpr bool kFloat8 = std::is_same_v<Weight, Float8>;
   static constexpr int kTokens = Tokens;
   static constexpr int kBlocks = Blocks;
   static constexpr int kBoxes = Boxes;
   static constexpr bool kGated = Gated;
-  static constexpr int kRows = kGroups * Blocks * 64;  // of w in a tile
+  static constexpr int kRows = kGroups * Blocks * 64;               // of w in a tile
+  static constexpr int kWeightInputs = kBoxBytes / Weight::kBytes;  // in a box
+  static constexpr int kInputBoxes = Boxes * kWeightInputs / kBoxInputs;
+  static constexpr int kSlices = kInputBoxes * kBoxInputs / kSliceInputs;
   static constexpr int kWeightBox = kRows * kBoxBytes;
   static constexpr int kInputBox = Tokens * kBoxBytes;
-  static constexpr int kStageBytes = Boxes * (kWeightBox + kInputBox);
+  static constexpr int kStageBytes = Boxes * kWeightBox + kInputBoxes * kInputBox;
   static constexpr int kSums = Tokens / 2;  // of a block of rows, in a thread
   static constexpr int kThreadVectors = Blocks * kSums / 4;
 };
@@ -98,7 +105,8 @@ struct Stages {
     return base + stage * Kind::kBoxes * Kind::kWeightBox;
   }
   __device__ uint32_t inputs(int stage) const {
-    return base + count * Kind::kBoxes * Kind::kWeightBox + stage * Kind::kBoxes * Kind::kInputBox;
+    return base + count * Kind::kBoxes * Kind::kWeightBox +
+           stage * Kind::kInputBoxes * Kind::kInputBox;
   }
   __device__ uint32_t full(int stage) const { return base + count * Kind::kStageBytes + 8 * stage; }
   __device__ uint32_t empty(int stage) const { return full(stage) + 8 * count; }
@@ -215,7 +223,7 @@ class Loader {
 #pragma unroll
     for (int box = 0; box < Kind::kBoxes; ++box) {
       const uint32_t to = stages_.weights(stage) + box * Kind::kWeightBox;
-      const int x = (unit.step() * Kind::kBoxes + box) * kBoxInputs;
+      const int x = (unit.step() * Kind::kBoxes + box) * Kind::kWeightInputs;
       if constexpr (Kind::kGated) {
         load_gated_weights(to, params_.w, stages_.full(stage), x, unit.tile() * Kind::kRows / 16,
                            policy_);
@@ -227,9 +235,9 @@ class Loader {
 
   __device__ void load_inputs_of(const Cursor& unit, int stage) const {
 #pragma unroll
-    for (int box = 0; box < Kind::kBoxes; ++box)
+    for (int box = 0; box < Kind::kInputBoxes; ++box)
       load_box(stages_.inputs(stage) + box * Kind::kInputBox, params_.x, stages_.full(stage),
-               (unit.step() * Kind::kBoxes + box) * kBoxInputs, 0);
+               (unit.step() * Kind::kInputBoxes + box) * kBoxInputs, 0);
   }
 
   const GemmParams& params_;
@@ -250,6 +258,7 @@ class Multiplier {
     for (int i = 0; i < range_.segments(); ++i) {
       const Segment segment = range_.segment(i);
       if (segment.count == 0) continue;
+      if constexpr (Kind::kFloat8) ask_for_scales(segment.tile);
       accumulate(segment.count);
       if (segment.count == range_.steps || merge(segment)) write(segment.tile);
     }
@@ -269,31 +278,91 @@ class Multiplier {
     wait_products<0>();
 #pragma unroll
     for (int block = 0; block < Kind::kBlocks; ++block) hold(sums_[block]);
+    if constexpr (Kind::kFloat8) hold_fragments();
     release(held);
   }
 
   __device__ void multiply(int stage, bool add) {
     const uint32_t rows = threadIdx.x / 128 * Kind::kBlocks * 64 * kBoxBytes;
+    if constexpr (Kind::kFloat8) widen(stages_.weights(stage) + rows);
     const uint64_t a = describe_panels(stages_.weights(stage) + rows, 16);
     const uint64_t b = describe_panels(stages_.inputs(stage), 16);
 #pragma unroll
     for (int block = 0; block < Kind::kBlocks; ++block) hold(sums_[block]);
     begin_products();
 #pragma unroll
-    for (int box = 0; box < Kind::kBoxes; ++box) {
+    for (int box = 0; box < Kind::kInputBoxes; ++box) {
 #pragma unroll
-      for (int k = 0; k < kBoxInputs / 16; ++k) {
+      for (int k = 0; k < kBoxInputs / kSliceInputs; ++k) {
 #pragma unroll
-        for (int block = 0; block < Kind::kBlocks; ++block)
-          Product<Kind::kTokens>::run(
-              sums_[block], a + (box * Kind::kWeightBox + block * 64 * kBoxBytes + 32 * k) / 16,
-              b + (box * Kind::kInputBox + 32 * k) / 16, add || box > 0 || k > 0);
+        for (int block = 0; block < Kind::kBlocks; ++block) {
+          if constexpr (Kind::kFloat8)
+            Product<Kind::kTokens>::run(
+                sums_[block], fragments_[block][box * kBoxInputs / kSliceInputs + k],
+                b + (box * Kind::kInputBox + 32 * k) / 16, add || box > 0 || k > 0);
+          else
+            Product<Kind::kTokens>::run(
+                sums_[block], a + (box * Kind::kWeightBox + block * 64 * kBoxBytes + 32 * k) / 16,
+                b + (box * Kind::kInputBox + 32 * k) / 16, add || box > 0 || k > 0);
+        }
       }
     }
     commit_products();
   }
 
+  // Fills the fragments, which the products before read until they are done, and those to come
+  // only once all are filled.
+  __device__ void widen(uint32_t rows) {
+    static_assert(Kind::kBoxes == 1);
+    uint32_t bytes[Kind::kBlocks][Kind::kSlices][2];
+#pragma unroll
+    for (int block = 0; block < Kind::kBlocks; ++block)
+      read_panel(bytes[block], rows + block * 64 * kBoxBytes);
+    wait_products<0>();
+    hold_fragments();
+#pragma unroll
+    for (int block = 0; block < Kind::kBlocks; ++block)
+      widen_panel(bytes[block], fragments_[block]);
+    hold_fragments();
+  }
+
+  __device__ void hold_fragments() {
+#pragma unroll
+    for (int block = 0; block < Kind::kBlocks; ++block) {
+#pragma unroll
+      for (int slice = 0; slice < Kind::kSlices; ++slice) hold(fragments_[block][slice]);
+    }
+  }
+
+  // Asked for before the products: after them nothing waits for memory.
+  __device__ void ask_for_scales(int tile) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int block = 0; block < Kind::kBlocks; ++block) {
+      const int row = first_row(tile, block) / (Kind::kGated ? 2 : 1) + lane / 4;
+      const int other = row + (Kind::kGated ? params_.outputs : 8);
+      const bool whole = (Kind::kGated ? row : other) < params_.outputs;
+      scales_[block][0] = row < params_.outputs ? params_.scales[row] : 0.f;
+      scales_[block][1] = whole ? params_.scales[other] : 0.f;
+    }
+  }
+
+  // Of w, of a warp's 16.
+  __device__ int first_row(int tile, int block) const {
+    const int warp = threadIdx.x / 32;
+    return tile * Kind::kRows + (warp / 4 * Kind::kBlocks + block) * 64 + warp % 4 * 16;
+  }
+
+  // Where w has scales: rows lane / 4 in sums 0, 1 of every four, eight rows on in 2, 3.
+  __device__ void scale(int block) {
+    if constexpr (Kind::kFloat8) {
+#pragma unroll
+      for (int i = 0; i < Kind::kSums; ++i) sums_[block][i] *= scales_[block][i / 2 % 2];
+    }
+  }
+
   __device__ void release(int stage) const {
+    if constexpr (Kind::kFloat8) __syncwarp();  // every lane has read
     if (threadIdx.x % 32 == 0) arrive_at(stages_.empty(stage));
   }
 
@@ -360,11 +429,12 @@ class Multiplier {
     }
   }
 
-  __device__ void write(int tile) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  __device__ void write(int tile) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int block = 0; block < Kind::kBlocks; ++block) {
-      const int row = tile * Kind::kRows + (warp / 4 * Kind::kBlocks + block) * 64 + warp % 4 * 16;
+      const int row = first_row(tile, block);
+      scale(block);
       if constexpr (Kind::kGated) {
         write_gated(sums_[block], row / 2, lane);
       } else {
@@ -424,6 +494,8 @@ class Multiplier {
   Range range_;
   int* last_;
   RingPlace ring_;
+  uint32_t fragments_[Kind::kBlocks][Kind::kSlices][4];  // of float8 weights
+  float scales_[Kind::kBlocks][2];                       // theirs
   float sums_[Kind::kBlocks][Kind::kSums];
 };
 

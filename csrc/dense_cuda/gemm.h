@@ -10,16 +10,18 @@ namespace clover::cuda {
 
 struct GemmShape {
   int n;  // a multiple of 8; of 16 where gated
-  int k;  // a multiple of 8
+  int k;  // a multiple of 8; of 16 where w is float8
   // w is gate and then up, each [n / 2, k]: y = silu(x gate^T) * (x up^T), rounded once.
   bool gated;
 };
 
-// All bfloat16, rows contiguous, strides in elements. w and x lie on 16 bytes, and so do their
-// rows.
+// All bfloat16 but w where it has scales, rows contiguous, strides in elements. w and x lie on 16
+// bytes, and so do their rows.
 struct GemmCall {
-  const void* w;  // [n, k]
-  const void* x;  // [tokens, k]
+  const void* w;        // [n, k]
+  const float* scales;  // [n], of the rows of w, which is float8 (e4m3) then, its inputs in the
+                        // order of interleaved QuantiseParams; or null
+  const void* x;        // [tokens, k]
   int64_t x_stride;
   void* y;  // [tokens, n], or [tokens, n / 2] where gated
   int64_t y_stride;

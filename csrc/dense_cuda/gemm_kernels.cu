@@ -4,26 +4,29 @@
 namespace clover::cuda {
 namespace {
 
-template <int Tokens, bool Gated>
+// A stage is 128 inputs deep for every type.
+template <typename Weight, int Tokens, bool Gated>
 GemmKernel instance() {
-  using Kind = GemmKind<Tokens, 1, 2, Gated>;
-  return {&gemm_kernel<Kind>, Tokens, Kind::kRows, Kind::kBoxes * kBoxInputs, Kind::kStageBytes};
+  using Kind = GemmKind<Weight, Tokens, 1, Weight::kBytes, Gated>;
+  return {&gemm_kernel<Kind>, Tokens, Kind::kRows, Kind::kInputBoxes * kBoxInputs,
+          Kind::kStageBytes};
 }
 
-template <bool Gated>
+template <typename Weight, bool Gated>
 GemmKernel kernel_for(int tokens) {
-  if (tokens <= 8) return instance<8, Gated>();
-  if (tokens <= 16) return instance<16, Gated>();
-  if (tokens <= 32) return instance<32, Gated>();
-  if (tokens <= 64) return instance<64, Gated>();
-  if (tokens <= 128) return instance<128, Gated>();
+  if (tokens <= 8) return instance<Weight, 8, Gated>();
+  if (tokens <= 16) return instance<Weight, 16, Gated>();
+  if (tokens <= 32) return instance<Weight, 32, Gated>();
+  if (tokens <= 64) return instance<Weight, 64, Gated>();
+  if (tokens <= 128) return instance<Weight, 128, Gated>();
   return {};
 }
 
 }  // namespace
 
-GemmKernel gemm_kernel_for(int tokens, bool gated) {
-  return gated ? kernel_for<true>(tokens) : kernel_for<false>(tokens);
+GemmKernel gemm_kernel_for(int tokens, bool gated, bool float8) {
+  if (float8) return gated ? kernel_for<Float8, true>(tokens) : kernel_for<Float8, false>(tokens);
+  return gated ? kernel_for<BFloat16, true>(tokens) : kernel_for<BFloat16, false>(tokens);
 }
 
 cudaError_t launch_gemm(const GemmKernel& kernel, const GemmParams& params, int blocks,

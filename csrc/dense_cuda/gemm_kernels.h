@@ -15,8 +15,8 @@ struct GemmKernel {
   int stage_bytes = 0;
 };
 
-// The narrowest that holds `tokens`; its `tokens` are 0 where none does.
-GemmKernel gemm_kernel_for(int tokens, bool gated);
+// The narrowest that holds `tokens`; its `tokens` are 0 where none does. `float8`: w's type.
+GemmKernel gemm_kernel_for(int tokens, bool gated, bool float8);
 
 cudaError_t launch_gemm(const GemmKernel& kernel, const GemmParams& params, int blocks,
                         int shared_bytes, cudaStream_t stream);

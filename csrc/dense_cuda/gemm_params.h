@@ -21,8 +21,9 @@ struct GemmParams {
   int tokens;
   int outputs;  // of y: n, or n / 2 where gated
   int tiles;
-  int steps;   // along k, to a tile
-  int stages;  // of the ring
+  int steps;            // along k, to a tile
+  int stages;           // of the ring
+  const float* scales;  // of n, where w is float8
 };
 
 }  // namespace clover::cuda

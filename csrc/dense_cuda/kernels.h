@@ -91,7 +91,9 @@ struct RotateParams {
 cudaError_t rotate(const RotateParams& params, const Target& target);
 
 // out[t, j] = rows_in[t, j] / scales[t] as float8 (e4m3), where scales[t] is the row's largest over
-// the type's largest; 1 of a row of zeros.
+// the type's largest; 1 of a row of zeros. `interleaved`: of every 16 columns, i, i + 8, i + 1, i +
+// 9 of i = 0, 2, 4, 6 in turn, as the GEMM kernel reads float8; for 16-bit rows on 16 bytes and
+// columns that are a multiple of 16.
 struct QuantiseParams {
   const void* rows_in;  // [rows, columns]
   int64_t stride;
@@ -100,6 +102,7 @@ struct QuantiseParams {
   int rows;
   int columns;
   DType dtype;  // of rows_in
+  bool interleaved;
 };
 
 cudaError_t quantise(const QuantiseParams& params, const Target& target);

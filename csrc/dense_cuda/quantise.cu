@@ -33,6 +33,14 @@ __device__ __forceinline__ float largest_of(const Pack<T, V>& x) {
   return largest;
 }
 
+// Of two neighbouring lanes, which hold 16 columns, what each stores: QuantiseParams has the order.
+__device__ __forceinline__ uint2 interleave(uint2 mine) {
+  const bool second = threadIdx.x % 2 != 0;
+  const uint32_t theirs = __shfl_xor_sync(0xffffffff, second ? mine.x : mine.y, 1);
+  const uint32_t low = second ? theirs : mine.x, high = second ? mine.y : theirs;
+  return {__byte_perm(low, high, 0x5140), __byte_perm(low, high, 0x7362)};
+}
+
 // One block per row, which stays in registers where it is `N` packs per thread or fewer, and is
 // read twice where it is more.
 template <typename T, int V, int N>
@@ -42,7 +50,7 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_previous();
   const int64_t row = blockIdx.x;
   const int64_t from = row * params.stride, to = row * params.columns;
-  Pack<T, V> x[N];
+  Pack<T, V> x[N] = {};
   float largest = 0.f;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
@@ -56,21 +64,26 @@ __global__ void __launch_bounds__(kThreads)
   largest = block_largest(largest);
   const float scale = largest > 0.f ? largest / kLargest : 1.f, factor = 1.f / scale;
   if (threadIdx.x == 0) params.scales[row] = scale;
-  const auto store = [&](const Pack<T, V>& pack, int column) {
+  const auto store = [&](const Pack<T, V>& pack, int column) {  // by all lanes together
     Pack<__nv_fp8_storage_t, V> quantised;
 #pragma unroll
     for (int i = 0; i < V; ++i)
       quantised.values[i] =
           __nv_cvt_float_to_fp8(widen(pack.values[i]) * factor, __NV_SATFINITE, __NV_E4M3);
-    store_pack<__nv_fp8_storage_t, V>(params.out, to + column, quantised);
+    if constexpr (V == 8) {
+      uint2& eight = reinterpret_cast<uint2&>(quantised);
+      if (params.interleaved) eight = interleave(eight);
+    }
+    if (column < params.columns)
+      store_pack<__nv_fp8_storage_t, V>(params.out, to + column, quantised);
   };
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const int column = (n * kThreads + threadIdx.x) * V;
-    if (column < params.columns) store(x[n], column);
+  for (int n = 0; n < N; ++n) store(x[n], (n * kThreads + threadIdx.x) * V);
+  for (int begin = N * kThreads * V; begin < params.columns; begin += kThreads * V) {
+    const int column = begin + threadIdx.x * V;
+    if (column < params.columns) x[0] = load_pack<T, V>(params.rows_in, from + column);
+    store(x[0], column);
   }
-  for (int at = (N * kThreads + threadIdx.x) * V; at < params.columns; at += kThreads * V)
-    store(load_pack<T, V>(params.rows_in, from + at), at);
 }
 
 template <typename T>
@@ -80,6 +93,8 @@ cudaError_t quantise_of(const QuantiseParams& params, const Target& target) {
       reinterpret_cast<uintptr_t>(params.rows_in) | reinterpret_cast<uintptr_t>(params.out);
   const bool packed =
       addresses % kAccessBytes == 0 && params.columns % V == 0 && params.stride % V == 0;
+  if (params.interleaved && (!packed || V != 8 || params.columns % 16 != 0))
+    return cudaErrorInvalidValue;
   const Launch how = {dim3(params.rows), kThreads, target.stream, target.early};
   if (!packed) return launch(quantise_kernel<T, 1, 1>, how, params);
   return params.columns <= kThreads * V ? launch(quantise_kernel<T, V, 1>, how, params)

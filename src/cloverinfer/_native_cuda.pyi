@@ -177,7 +177,7 @@ def cuda_gemm_serves(device: int) -> bool:
     """Whether the device can run the kernels: compute capability 9.0."""
 
 class CudaGemm:
-    """Products for few tokens in bfloat16; only where ``CUDA_BUILT``.
+    """Products of bfloat16 rows with few tokens; only where ``CUDA_BUILT``.
 
     Strides count elements. Calls return at once; ``stream`` is CUDA's handle. Sizes and addresses
     that the kernel does not take are a ``ValueError``, what CUDA refuses a ``RuntimeError``.
@@ -191,14 +191,15 @@ class CudaGemm:
         stream: int,
         workspace: int,
         tokens: int,
-        w: tuple[int, int, int, bool],
+        w: tuple[int, int, int, bool, int],
         bias: int,
         x: tuple[int, int],
         y: tuple[int, int],
         residual: tuple[int, int] | None,
     ) -> None:
-        """``w`` is (address, n, k, whether it is gate and then up); ``x``, ``y`` and ``residual``
-        (address, stride). ``workspace`` is zero before the first call."""
+        """``w`` is (address, n, k, whether it is gate and then up, address of its rows' float32
+        scales where it is float8, interleaved, or 0); ``x``, ``y`` and ``residual`` (address,
+        stride). ``workspace`` is zero before the first call."""
 
 # --- the dense half's small kernels on a GPU (csrc/bindings/dense_cuda.cpp) ---
 
@@ -300,9 +301,11 @@ class CudaDense:
         stride: int,
         out: int,
         scales: int,
+        interleaved: bool,
         /,
     ) -> None:
-        """``out`` float8_e4m3, ``scales`` float32 of each row."""
+        """``out`` float8_e4m3, ``scales`` float32 of each row; ``interleaved``: in the order that
+        ``CudaGemm`` wants, of 16-bit rows that lie on 16 bytes."""
 
     def sample(
         self,

@@ -7,7 +7,7 @@ import torch
 
 from cloverinfer.attention.cuda import missing
 from cloverinfer.models.cuda_kernels import DenseKernels
-from cloverinfer.models.fp8 import Fp8Linear, quantise
+from cloverinfer.models.fp8 import Fp8Linear, interleave, quantise
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -34,6 +34,19 @@ def test_rows_are_quantised_as_on_the_cpu(dtype: torch.dtype, columns: int, extr
     # do, more of them where inputs are coarse, as in bfloat16.
     assert (off <= expected.float().abs() / 8 + 2**-9).all()
     assert (off > 0).float().mean() < (1e-3 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [16, 48, 4096, 14336, 40000])
+@pytest.mark.parametrize("extra", [0, 3, 8])
+def test_interleaved_rows(dtype: torch.dtype, columns: int, extra: int) -> None:
+    torch.manual_seed(columns)
+    rows = torch.randn(9, columns + extra, device="cuda").to(dtype)[:, :columns]
+    kernels = DenseKernels(dtype, torch.device("cuda", 0))
+    plain, scale = kernels.quantise(rows)
+    quantised, same = kernels.quantise(rows, interleaved=True)
+    assert torch.equal(same, scale)
+    assert torch.equal(quantised.float(), interleave(plain.float()))
 
 
 @pytest.mark.parametrize("shape", [(48, 64), (6144, 4096), (4096, 14336)])

@@ -17,7 +17,7 @@ from cloverinfer import _native
 from cloverinfer.config import ModelConfig
 from cloverinfer.core.errors import ConfigError, ModelError
 from cloverinfer.models import load_half, resolve_model
-from cloverinfer.models.fp8 import fp8_fits, quantise
+from cloverinfer.models.fp8 import fp8_fits, interleave, quantise
 from cloverinfer.models.gguf_codes import GGUFCheckpoint, read_codes
 from cloverinfer.models.gguf_file import GGUFFile
 from cloverinfer.models.packed import Format, QuantizedLinear
@@ -130,6 +130,17 @@ def test_rows_in_float8_have_their_largest_at_the_type_s() -> None:
     assert error.max() <= 16 / 448  # half a step below the largest
     assert fp8_fits(32, 48)
     assert not fp8_fits(32, 40)
+
+
+def test_a_weight_that_is_no_number_is_not_hidden_by_float8() -> None:
+    _, scale = quantise(torch.tensor([[float("nan"), 1.0], [2.0, 1.0]]))
+    assert scale.isnan().flatten().tolist() == [True, False]
+
+
+def test_the_order_that_the_gpu_kernel_reads_float8_in() -> None:
+    columns = torch.arange(32)[None].to(torch.uint8)
+    order = [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]
+    assert interleave(columns).flatten().tolist() == [*order, *(16 + i for i in order)]
 
 
 def test_what_does_not_go_with_quantisation_is_refused(tmp_path: Path) -> None:

@@ -69,8 +69,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     quantization: str | None = None
     """Of matrices: on CPUs int8 (8 bits and a scale for each 32 weights, made as they are loaded)
     or gguf (as the GGUF file stores them, where that is Q4_0, Q4_1 or Q8_0); on GPUs fp8 (e4m3 and
-    a scale for each output, made as they are loaded; what they multiply is rounded to e4m3 too; on
-    a CPU it is a slow reference). None: as ``dtype``."""
+    a scale for each output, made as they are loaded; what they multiply is rounded to e4m3 too,
+    but for few rows on compute capability 9.0; on a CPU it is a slow reference). None: as
+    ``dtype``."""
     load_format: str = "auto"
     """auto, safetensors, pt, gguf, or dummy (random weights from a config alone)."""
     model_impl: str = "auto"
@@ -242,10 +243,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prompts where they pay, else our own), own, or a library of yours for rows of 64 query tokens
     and more, flash-attn or flashinfer, where it serves the layer."""
     batch_invariant: bool = False
-    """Attention on GPUs with splits that depend on a request alone, and products with bfloat16
-    weights (compute capability 9.0) whose rows do not depend on each other, so that a request's
-    result does not change with those that it shares a batch with; slower. Other types and devices:
-    attention only."""
+    """Attention on GPUs with splits that depend on a request alone, and products of bfloat16 rows
+    (compute capability 9.0), which do not depend on each other, so that a request's result does
+    not change with those that it shares a batch with; slower. Other types and devices: attention
+    only."""
     device: str = "auto"
     """Where nodes compute: cpu, cuda (the GPUs of each host, in turn), or cuda:N (that one); auto:
     cuda on hosts where PyTorch finds a GPU and this build has CUDA kernels, else cpu."""

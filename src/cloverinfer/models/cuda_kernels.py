@@ -144,10 +144,14 @@ class DenseKernels:
             (v.data_ptr(), v.stride(0)),
         )
 
-    def quantise(self, x_tc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantise(
+        self, x_tc: torch.Tensor, interleaved: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """``x_tc`` as float8_e4m3, and what each row is to be multiplied by again: float32
-        ``[t, 1]``."""
+        ``[t, 1]``. ``interleaved``: in the order of ``fp8.interleave``, of 16-bit rows."""
         self._check(x_tc)
+        if interleaved and (x_tc.data_ptr() | x_tc.stride(0) * x_tc.itemsize) % 16:
+            x_tc = x_tc.clone(memory_format=torch.contiguous_format)
         rows, columns = x_tc.shape
         out_tc = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=self._device)
         scale_t1 = torch.empty((rows, 1), device=self._device)
@@ -161,6 +165,7 @@ class DenseKernels:
                 x_tc.stride(0),
                 out_tc.data_ptr(),
                 scale_t1.data_ptr(),
+                interleaved,
             )
         return out_tc, scale_t1
 

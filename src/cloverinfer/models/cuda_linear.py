@@ -1,10 +1,11 @@
-"""Products with weights on a GPU: our kernel where it measured best, else cuBLAS.
+"""Products with weights on a GPU: our kernel where it measured best, else PyTorch's.
 
 Decode multiplies few tokens with every weight, and is bound by reading them. ``csrc/dense_cuda``
-has a kernel for that: bfloat16, compute capability 9.0, any sizes that are multiples of 8. It can
-take the residual's addition or the gate of a gated FFN along, and it starts to read its weights
-while the kernel before it ends. Beyond ``OWN_ROWS`` tokens, and for what the kernel does not serve,
-``F.linear`` is used.
+has a kernel for that: bfloat16 rows, weights in bfloat16 or in float8 (e4m3) with a scale for each
+output, compute capability 9.0, any sizes that are multiples of 8 (16 of float8). It can take the
+residual's addition or the gate of a gated FFN along, and it starts to read its weights while the
+kernel before it ends. Beyond ``OWN_ROWS`` tokens, and for what the kernel does not serve, the
+product that it was made of is used.
 
 ``batch_invariant``: a token's result has the same bits whatever is computed beside it. The kernel
 then serves calls of any size, so many tokens at a time, and reads the weights again for each.
@@ -48,30 +49,29 @@ class CudaLinear(Linear):
     one call was made on before.
     """
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        batch_invariant: bool = False,
-    ) -> None:
-        super().__init__(weight, bias)
-        gemm = gemm_of(weight.get_device())
+    def __init__(self, plain: Linear, batch_invariant: bool = False) -> None:
+        """``plain``: the same product, for what the kernel does not serve."""
+        super().__init__(plain.weight, plain.bias)
+        self.nbytes = plain.nbytes
+        self.scale_o = plain.scale_o
+        gemm = gemm_of(plain.weight.get_device())
         assert gemm is not None
+        self._plain = plain
         self._gemm = gemm
         self._rows = _MANY if batch_invariant else OWN_ROWS
-        self._gates = weight.shape[0] % 16 == 0
+        self._gates = plain.weight.shape[0] % 16 == 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._multiply(x) if self._own(x) else super().__call__(x)
+        return self._multiply(x) if self._own(x) else self._plain(x)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         if not self._own(x) or residual.stride(1) != 1 or residual.stride(0) % 2:
-            return super().add(x, residual)
+            return self._plain.add(x, residual)
         return self._multiply(x, residual)
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         if not self._gates or not self._own(x):
-            return super().gated(x)
+            return self._plain.gated(x)
         return self._multiply(x, gated=True)
 
     def fuses_add(self, rows: int) -> bool:
@@ -90,13 +90,14 @@ class CudaLinear(Linear):
         y = x.new_empty((x.shape[0], self.weight.shape[0] // (2 if gated else 1)))
         stream = torch.cuda.current_stream(x.device).cuda_stream
         workspace = _workspace(x.get_device(), stream)
+        scales = 0 if self.scale_o is None else self.scale_o.data_ptr()
         for at in range(0, x.shape[0], _native.GEMM_TOKENS):
             rows = slice(at, at + _native.GEMM_TOKENS)
             self._gemm.multiply(
                 stream,
                 workspace.data_ptr(),
                 y[rows].shape[0],
-                (self.weight.data_ptr(), *self.weight.shape, gated),
+                (self.weight.data_ptr(), *self.weight.shape, gated, scales),
                 0 if self.bias is None else self.bias.data_ptr(),
                 _rows(x[rows]),
                 _rows(y[rows]),

@@ -1,9 +1,10 @@
 """Matrix products over weights in float8 (e4m3), for GPUs.
 
-Weights have a scale for each output, made as they are loaded; the rows that they multiply are
-quantised as they come, with a scale for each row, so nothing is calibrated. On a GPU products are
-``torch._scaled_mm``'s, summed in float32 and rounded to the rows' type. On a CPU the same is
-computed from widened numbers: right but slow, for reference. What it costs in accuracy:
+Weights have a scale for each output, made as they are loaded. Few rows of bfloat16 are multiplied
+with them by our kernel, where the device runs it (``cuda_linear.py``), as they are. Else the rows
+are quantised as they come, with a scale for each row, so nothing is calibrated: on a GPU products
+are ``torch._scaled_mm``'s then, summed in float32 and rounded to the rows' type. On a CPU the same
+is computed from widened numbers: right but slow, for reference. What it costs in accuracy:
 ``benchmarks/quantization_error.py``.
 
 Shapes: t tokens, o outputs, c inputs.
@@ -16,7 +17,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from ..core.errors import ModelError
 from .cuda_kernels import DenseKernels, cuda_serves
-from .linear import Linear
+from .cuda_linear import CudaLinear, gemm_serves
+from .product import Linear
 
 LARGEST = 448.0
 """Of e4m3."""
@@ -26,15 +28,20 @@ _CAPABILITY = (8, 9)
 
 
 class Fp8Linear(Linear):
-    """``x @ weight.T + bias`` of bfloat16 rows; the plain weight is not kept."""
+    """``x @ weight.T + bias`` of bfloat16 rows; the plain weight is not kept. Where our kernel can
+    multiply with it, it lies interleaved."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight, bias)
         self._kernels: DenseKernels | None = None
         if weight.device.type == "cuda":
             self._kernels = DenseKernels(weight.dtype, weight.device)
+        self.interleaved = gemm_serves(weight)
         self.weight, scale_o1 = quantise(weight)
+        if self.interleaved:
+            self.weight = interleave(self.weight)
         self._scale_1o = scale_o1.T.contiguous()
+        self.scale_o = self._scale_1o[0]
         self.nbytes += self.weight.nbytes + scale_o1.nbytes - weight.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -42,7 +49,7 @@ class Fp8Linear(Linear):
             return self._reference(x)
         if not x.shape[0]:
             return x.new_empty((0, self.shape[0]))
-        quantised_tc, scale_t1 = self._kernels.quantise(x)
+        quantised_tc, scale_t1 = self._kernels.quantise(x, self.interleaved)
         return torch._scaled_mm(
             quantised_tc,
             self.weight.T,
@@ -61,11 +68,27 @@ class Fp8Linear(Linear):
         return (sums_to if self.bias is None else sums_to + self.bias).to(x.dtype)
 
 
+def make_fp8_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, batch_invariant: bool = False
+) -> Linear:
+    """A product with ``weight``, which ``fp8_fits``, in float8: few rows by our kernel where the
+    device runs it, rows of any number where ``batch_invariant``."""
+    product = Fp8Linear(weight, bias)
+    return CudaLinear(product, batch_invariant) if product.interleaved else product
+
+
+def interleave(x_tc: torch.Tensor) -> torch.Tensor:
+    """The columns in the order that our kernel reads float8 in: of every 16, i, i + 8, i + 1, i + 9
+    of i = 0, 2, 4, 6 in turn."""
+    x_tghij = x_tc.view(x_tc.shape[0], -1, 2, 4, 2)
+    return x_tghij.permute(0, 1, 3, 4, 2).reshape(x_tc.shape)
+
+
 def quantise(x_tc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``x_tc`` as float8_e4m3, and what each row is to be multiplied by again: float32 ``[t, 1]``.
     The row's largest becomes the type's."""
     largest_t1 = x_tc.abs().amax(1, keepdim=True).float()
-    scale_t1 = (largest_t1 / LARGEST).where(largest_t1 > 0, 1.0)
+    scale_t1 = (largest_t1 / LARGEST).where(largest_t1 != 0, 1.0)
     scaled_tc = (x_tc.float() * (1 / scale_t1)).clamp_(-LARGEST, LARGEST)
     return scaled_tc.to(torch.float8_e4m3fn), scale_t1
 

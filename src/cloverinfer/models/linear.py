@@ -53,7 +53,7 @@ def make_linear(
     if packed and weight.device.type == "cpu" and packing_works(weight.dtype):
         return PackedLinear(weight, bias)
     if gemm_serves(weight):
-        return CudaLinear(weight, bias, batch_invariant)
+        return CudaLinear(Linear(weight, bias), batch_invariant)
     return Linear(weight, bias)
 
 

@@ -12,6 +12,9 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 class Linear:
     """``x @ weight.T + bias``; ``weight`` ``[out, in]``, rows of ``x`` ``[t, in]``."""
 
+    scale_o: torch.Tensor | None = None
+    """What each output's weights are to be multiplied by; None: nothing."""
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias

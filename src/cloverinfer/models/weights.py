@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..core.errors import ModelError
-from .fp8 import Fp8Linear, fp8_fits
+from .fp8 import fp8_fits, make_fp8_linear
 from .linear import Linear, make_linear
 
 Shape = tuple[int, ...]
@@ -88,7 +88,7 @@ class Checkpoint:
             weight = self._stack([(n + ".weight", (outputs, inputs)) for n, outputs in parts])
         biases = self._biases(parts) if bias else None
         if self.fp8 and fp8_fits(*weight.shape):
-            return Fp8Linear(weight, biases)
+            return make_fp8_linear(weight, biases, self.batch_invariant)
         return make_linear(weight, biases, packed, self.batch_invariant)
 
     def product(self, name: str, weight: torch.Tensor, packed: bool = True) -> Linear:
