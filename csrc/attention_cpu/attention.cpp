@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "attention_cpu/dispatch.h"
 
@@ -11,6 +12,7 @@ namespace {
 
 constexpr int64_t kMinSpan = 256;       // positions; below this merging costs more than it gives
 constexpr int64_t kSpansPerThread = 8;  // enough that the last spans finish at about one time
+constexpr int64_t kLongRun = 32 << 10;  // bytes of a block below which heads gain nothing together
 constexpr int64_t kAloneBytes = 128 << 10;  // less KV than this is done before a thread wakes up
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -39,6 +41,11 @@ void put_head(const Putting& all, int task) {
 }
 
 }  // namespace
+
+// Query tokens times KV heads that each position of an item costs.
+int64_t Attention::work_of(const Item& item) {
+  return int64_t{item.whole.queries} * item.whole.heads;
+}
 
 struct Attention::Plan {
   Attention* self;
@@ -141,33 +148,54 @@ void Attention::check(const Layer& layer, const AttendCall& call) const {
 }
 
 // Items in the order of query tokens, then of KV heads; returns what they cost, in positions times
-// query tokens.
+// query tokens and KV heads.
 int64_t Attention::list_items(const Layer& layer, const AttendCall& call) {
   items_.clear();
   const int most = std::max(1, kMaxRows / layer.group);
+  const int heads = heads_together(layer, call);
   for (int64_t row = 0; row < call.rows; ++row) {
     const int64_t queries = call.starts[row + 1] - call.starts[row];
-    if (call.most_queries == 0 || queries <= call.most_queries) list_row(layer, call, row, most);
+    if (call.most_queries == 0 || queries <= call.most_queries)
+      list_row(layer, call, row, most, queries == 1 ? heads : 1);
   }
   int64_t total = 0;
-  for (const Item& item : items_) total += (item.whole.end - item.whole.begin) * item.whole.queries;
+  for (const Item& item : items_) total += (item.whole.end - item.whole.begin) * work_of(item);
   return total;
 }
 
-// Items of a row, each of up to `most` query tokens.
-void Attention::list_row(const Layer& layer, const AttendCall& call, int64_t row, int most) {
+// KV heads that share a span, whose keys in a block are then one run of memory: as many as leave
+// enough spans for the threads.
+int Attention::heads_together(const Layer& layer, const AttendCall& call) const {
+  if (layer.values_at(0) < kLongRun) return 1;
+  int64_t parts = 0;
+  for (int64_t row = 0; row < call.rows; ++row) {
+    const int64_t length = call.lengths[row];
+    parts += ceil_div(length - visible_from(layer, length - 1), kMinSpan);
+  }
+  const int64_t wanted = threads_->threads() == 1 ? 1 : threads_->threads() * kSpansPerThread;
+  int heads = layer.kv_heads;
+  while (heads > 1 && (int64_t{heads} * layer.group * layer.v_dim * 4 > kMaxSums ||
+                       parts * ceil_div(layer.kv_heads, heads) < wanted))
+    heads = (heads + 1) / 2;
+  return heads;
+}
+
+// Items of a row, each of up to `most` query tokens and `heads` KV heads.
+void Attention::list_row(const Layer& layer, const AttendCall& call, int64_t row, int most,
+                         int heads) {
   const int64_t last = call.starts[row + 1], size = dtype_bytes(call.dtype);
   for (int64_t token = call.starts[row]; token < last; token += most) {
     const int queries = static_cast<int>(std::min<int64_t>(most, last - token));
     const int64_t query_at = call.lengths[row] - (last - token);
     const auto* q = static_cast<const unsigned char*>(call.q) + token * call.q_stride * size;
-    for (int head = 0; head < layer.kv_heads; ++head) {
+    for (int head = 0; head < layer.kv_heads; head += heads) {
       const Span whole = {q + int64_t{head} * layer.group * layer.k_dim * size,
                           call.q_stride * size,
                           call.dtype,
                           queries,
                           call.tables + row * call.table_stride,
                           head,
+                          std::min(heads, layer.kv_heads - head),
                           query_at,
                           visible_from(layer, query_at),
                           query_at + queries};
@@ -184,7 +212,7 @@ void Attention::split_items(const Layer& layer, int64_t total) {
   for (size_t i = 0; i < items_.size(); ++i) {
     Item& item = items_[i];
     const int64_t length = item.whole.end - item.whole.begin;
-    const int64_t most = std::max(kMinSpan, share / item.whole.queries);
+    const int64_t most = std::max(kMinSpan, share / work_of(item));
     const int64_t count = threads_->threads() == 1 ? 1 : ceil_div(length, most);
     item.first = static_cast<int>(spans_.size());
     item.count = static_cast<int>(count);
@@ -195,7 +223,7 @@ void Attention::split_items(const Layer& layer, int64_t total) {
       spans_.back().end = item.whole.begin + length * (s + 1) / count;
       item_of_.push_back(static_cast<int>(i));
     }
-    if (count > 1) partials += count * partial_floats(layer, item.whole.queries);
+    if (count > 1) partials += count * item.whole.heads * partial_floats(layer, item.whole.queries);
   }
   partials_.at_least(partials);
 }
@@ -213,10 +241,13 @@ void Attention::attend(int index, const AttendCall& call) {
 
 void Attention::run(const Entry& entry, const AttendCall& call, int64_t total) {
   const Layer& layer = entry.layer;
-  int queries = 1;
-  for (const Item& item : items_) queries = std::max(queries, item.whole.queries);
-  const int64_t work = scratch_floats(layer, queries);
-  const int64_t each = work + partial_floats(layer, queries);
+  int64_t work = 0, partial = 0;
+  for (const Item& item : items_) {
+    const auto [queries, heads] = std::pair(item.whole.queries, item.whole.heads);
+    work = std::max(work, scratch_floats(layer, queries, heads));
+    partial = std::max(partial, heads * partial_floats(layer, queries));
+  }
+  const int64_t each = work + partial;
   float* scratch = scratch_.at_least(each * threads_->threads());
   Plan plan = {this, &entry, &call, partials_.at_least(0), scratch, work, each};
   const int count = static_cast<int>(spans_.size());
@@ -241,22 +272,25 @@ void Attention::run_span(const Plan& plan, int index, int thread) {
   const Span& span = spans_[index];
   float* scratch = plan.scratch + thread * plan.scratch_each;
   float* partial = scratch + plan.work;
-  if (item.count > 1)
-    partial =
-        plan.partials + item.partials + (index - item.first) * partial_floats(layer, span.queries);
+  const int64_t floats = partial_floats(layer, span.queries);
+  if (item.count > 1) partial = plan.partials + item.partials + (index - item.first) * floats;
   const Span* next = index + 1 < static_cast<int>(spans_.size()) ? &span + 1 : nullptr;
-  plan.entry->kernels->span(layer, span, next, scratch, partial);
+  plan.entry->kernels->span(layer, span, next, scratch, partial, item.count * floats);
   if (item.count == 1) finish_item(plan, item, partial);
 }
 
 void Attention::finish_item(const Plan& plan, const Item& item, float* partials) {
   const Layer& layer = plan.entry->layer;
   const int64_t heads = int64_t{layer.kv_heads} * layer.group;
-  const int64_t at = item.token * heads + int64_t{item.whole.head} * layer.group;
   const int64_t size = dtype_bytes(plan.call->dtype);
-  const Result result = {static_cast<unsigned char*>(plan.call->o) + at * layer.v_dim * size,
-                         heads * layer.v_dim * size, plan.call->lse + at, heads};
-  plan.entry->kernels->finish(layer, item.whole, partials, item.count, result);
+  Span one = item.whole;
+  for (int head = 0; head < item.whole.heads; ++head, ++one.head) {
+    const int64_t at = item.token * heads + int64_t{one.head} * layer.group;
+    const Result result = {static_cast<unsigned char*>(plan.call->o) + at * layer.v_dim * size,
+                           heads * layer.v_dim * size, plan.call->lse + at, heads};
+    plan.entry->kernels->finish(layer, one, partials, item.count, result);
+    partials += item.count * partial_floats(layer, item.whole.queries);
+  }
 }
 
 }  // namespace clover::attention

@@ -18,6 +18,8 @@ namespace clover::attention {
 
 // Query tokens times query heads of a KV head that are computed in one pass over the KV.
 constexpr int kMaxRows = 64;
+// Bytes of sums that the KV heads of a span may have: they take turns with these in the cache.
+constexpr int64_t kMaxSums = 32 << 10;
 
 struct LayerConfig {
   DType dtype;
@@ -84,8 +86,8 @@ class Attention {
     LayerConfig config;  // owns what `layer` points to
     const Kernels* kernels;
   };
-  // Some query tokens of a row and a KV head: `count` spans from `first` on, whose partial results,
-  // if they are several, lie at `partials`.
+  // Some query tokens of a row and one KV head or several: `count` spans from `first` on, whose
+  // partial results, if they are several, lie at `partials`: for each head those of the spans.
   struct Item {
     Span whole;
     int64_t token;  // the first one's number within the call
@@ -95,10 +97,12 @@ class Attention {
   };
   struct Plan;
 
+  static int64_t work_of(const Item& item);
   int64_t visible_from(const Layer& layer, int64_t query_at) const;
   void check(const Layer& layer, const AttendCall& call) const;
   int64_t list_items(const Layer& layer, const AttendCall& call);
-  void list_row(const Layer& layer, const AttendCall& call, int64_t row, int queries);
+  int heads_together(const Layer& layer, const AttendCall& call) const;
+  void list_row(const Layer& layer, const AttendCall& call, int64_t row, int queries, int heads);
   void split_items(const Layer& layer, int64_t total);
   void run(const Entry& entry, const AttendCall& call, int64_t total);
   void run_span(const Plan& plan, int index, int thread);

@@ -202,14 +202,19 @@ struct AddRows {
   }
 };
 
+// Of the span's head number `head`.
 template <typename K>
-Work<K> work_in(const Layer& layer, int rows, float* scratch, float* partial) {
-  float* scores = scratch + rows * layer.k_dim;
+CLOVER_INLINE Work<K> work_in(const Layer& layer, const Span& span, int head, float* scratch,
+                              float* partial) {
+  const int rows = span.queries * layer.group;
+  const int64_t queries = in_lines(int64_t{rows} * layer.k_dim);
+  float* q = scratch + head * queries;
+  float* scores = scratch + span.heads * queries;
   float* weights = scores + rows * kTile;
   float* best = partial + rows * layer.v_dim;
   const bool same = sizeof(typename K::Number) == sizeof(float);  // weights replace the scores
-  float* steps = scratch + rows * layer.k_dim / 2;  // integers leave half of the queries' room
-  return {reinterpret_cast<typename K::Number*>(scratch),
+  float* steps = q + rows * layer.k_dim / 2;  // integers leave half of the queries' room
+  return {reinterpret_cast<typename K::Number*>(q),
           steps,
           steps + rows,
           scores,
@@ -291,52 +296,68 @@ CLOVER_INLINE void compute(const Layer& layer, const Span& span, int64_t at,
   over_rows(rows, AddRows<K>{layer, tile, ahead, work});
 }
 
+// A span's head number `head` alone.
+CLOVER_INLINE Span head_of(const Layer& layer, const Span& span, int head) {
+  Span one = span;
+  one.q += int64_t{head} * layer.group * layer.k_dim * dtype_bytes(span.q_dtype);
+  one.head += head;
+  return one;
+}
+
 template <typename K>
-void span_of(const Layer& layer, const Span& span, const Span* next, float* scratch,
-             float* partial) {
+void span_of(const Layer& layer, const Span& span, const Span* next, float* scratch, float* partial,
+             int64_t stride) {
   using T = typename K::Stored;
   const int rows = span.queries * layer.group;
-  const Work<K> work = work_in<K>(layer, rows, scratch, partial);
   Tile<T> tiles[2];
   locate(layer, span, span.begin, tiles[0]);
-  begin(layer, span, rows, work);
+  for (int head = 0; head < span.heads; ++head)
+    begin(layer, head_of(layer, span, head), rows,
+          work_in<K>(layer, span, head, scratch, partial + head * stride));
   int current = 0;
-  for (int64_t at = span.begin; at < span.end; at += kTile, current ^= 1) {
-    Tile<T>& other = tiles[current ^ 1];
-    const bool last = at + kTile >= span.end;
-    if (!last)
-      locate(layer, span, at + kTile, other);
-    else if (next)
-      locate(layer, *next, next->begin, other);
-    Ahead<T> ahead(last && !next ? nullptr : &other, layer,
-                   rounds<K>(layer, rows, tiles[current].count));
-    compute<K>(layer, span, at, tiles[current], ahead, work);
+  for (int64_t at = span.begin; at < span.end; at += kTile) {
+    for (int head = 0; head < span.heads; ++head, current ^= 1) {
+      Tile<T>& other = tiles[current ^ 1];
+      const bool last_head = head + 1 == span.heads;
+      const bool last = last_head && at + kTile >= span.end;
+      if (!last)
+        locate(layer, head_of(layer, span, last_head ? 0 : head + 1), last_head ? at + kTile : at,
+               other);
+      else if (next)
+        locate(layer, *next, next->begin, other);
+      Ahead<T> ahead(last && !next ? nullptr : &other, layer,
+                     rounds<K>(layer, rows, tiles[current].count));
+      compute<K>(layer, head_of(layer, span, head), at, tiles[current], ahead,
+                 work_in<K>(layer, span, head, scratch, partial + head * stride));
+    }
   }
 #if defined(__AVX512BW__)
-  for (int r = 0; !K::kInOrder && r < rows; ++r) settle(work.acc + r * layer.v_dim, layer.v_dim);
+  for (int head = 0; !K::kInOrder && head < span.heads; ++head)
+    for (int r = 0; r < rows; ++r) settle(partial + head * stride + r * layer.v_dim, layer.v_dim);
 #endif
 }
 
-void span(const Layer& layer, const Span& span, const Span* next, float* scratch, float* partial) {
+void span(const Layer& layer, const Span& span, const Span* next, float* scratch, float* partial,
+          int64_t stride) {
   switch (layer.dtype) {
     case DType::kFloat32:
-      return span_of<Widened<float>>(layer, span, next, scratch, partial);
+      return span_of<Widened<float>>(layer, span, next, scratch, partial, stride);
     case DType::kBFloat16:
 #if defined(__AVX512BF16__)
       if (span.q_dtype == DType::kBFloat16 && layer.k_dim % 32 == 0 && layer.v_dim % 32 == 0)
-        return span_of<Paired>(layer, span, next, scratch, partial);
+        return span_of<Paired>(layer, span, next, scratch, partial, stride);
 #endif
-      return span_of<Widened<BFloat16>>(layer, span, next, scratch, partial);
+      return span_of<Widened<BFloat16>>(layer, span, next, scratch, partial, stride);
     case DType::kFloat16:
-      return span_of<Widened<Float16>>(layer, span, next, scratch, partial);
+      return span_of<Widened<Float16>>(layer, span, next, scratch, partial, stride);
     case DType::kInt8:
 #if defined(__AVX512BW__)
       // 15 bits are more than 16-bit queries have, but not as many as float32's.
       if (span.q_dtype != DType::kFloat32 && layer.k_dim % 32 == 0 && layer.v_dim % 32 == 0 &&
           layer.k_dim <= kMostWordsDim)
-        return span_of<Words>(layer, span, next, scratch, partial);
+        return span_of<Words>(layer, span, next, scratch, partial, stride);
 #endif
-      return span_of<Widened<Int8>>(layer, span, next, scratch, partial);
+      return span_of<Widened<Int8>>(layer, span, next, scratch, partial, stride);
   }
 }
 

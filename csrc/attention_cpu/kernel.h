@@ -1,8 +1,10 @@
 // What the kernels compute, in plain pointers and sizes: no Python, no PyTorch, no threads.
 //
 // A span is a run of context positions, seen by some query tokens of one request through one KV
-// head. Its partial result is merged with those of the other spans of these tokens by `finish`. A
-// row is one query token and one query head: rows of a span go by token, then by head.
+// head, or through several that follow one another in a block: these take turns tile by tile, so
+// that memory is read in long runs. A head's partial result is merged with those of the other spans
+// of these tokens by `finish`. A row is one query token and one query head: rows of a head go by
+// token, then by query head.
 #pragma once
 
 #include <cstdint>
@@ -64,7 +66,8 @@ struct Span {
   DType q_dtype;
   int queries;           // query tokens at positions that follow one another
   const int32_t* table;  // blocks of the request
-  int head;              // KV head
+  int head;              // first KV head
+  int heads;             // KV heads; one where there are several query tokens
   int64_t query_at;      // position of the first query token
   int64_t begin;         // context positions [begin, end), never empty
   int64_t end;
@@ -88,8 +91,8 @@ struct Put {
   int head;
 };
 
-// Floats of a partial result: per row v_dim unscaled sums, then per row the largest score, then per
-// row the sum of exponentials relative to it.
+// Floats of a KV head's partial result: per row v_dim unscaled sums, then per row the largest
+// score, then per row the sum of exponentials relative to it.
 CLOVER_HEADER_INLINE int64_t partial_floats(const Layer& layer, int queries) {
   return in_lines(int64_t{queries} * layer.group * (layer.v_dim + 2));
 }
@@ -98,9 +101,10 @@ struct Kernels {
   const char* name;
   int width;  // k_dim and v_dim must be multiples of it
   // `next` is what this thread most likely computes after this span, or null: it is fetched early.
+  // Partial results of its heads lie `partial_stride` floats apart.
   void (*span)(const Layer& layer, const Span& span, const Span* next, float* scratch,
-               float* partial);
-  // Merges `count` partial results, which follow one another, in order.
+               float* partial, int64_t partial_stride);
+  // Merges `count` partial results of one head, which follow one another, in order.
   void (*finish)(const Layer& layer, const Span& span, float* partials, int count,
                  const Result& result);
   // Stores tokens in their places of blocks, in order.
@@ -109,9 +113,11 @@ struct Kernels {
 
 constexpr int kTile = 64;  // context positions that are scored at a time
 
-// Floats of working memory that a call of `span` needs.
-CLOVER_HEADER_INLINE int64_t scratch_floats(const Layer& layer, int queries) {
-  return in_lines(int64_t{queries} * layer.group * (layer.k_dim + 2 * kTile + 1));
+// Floats of working memory that a call of `span` needs: queries of each head, and what heads take
+// turns with.
+CLOVER_HEADER_INLINE int64_t scratch_floats(const Layer& layer, int queries, int heads) {
+  const int64_t rows = int64_t{queries} * layer.group;
+  return heads * in_lines(rows * layer.k_dim) + in_lines(rows * (2 * kTile + 1));
 }
 
 }  // namespace clover::attention

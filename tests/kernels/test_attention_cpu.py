@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 
+import msgspec
 import pytest
 import torch
 
@@ -283,6 +284,46 @@ def test_prompts_and_chunks_agree_with_the_reference(
         expected = attend_plain(spec, rows[0], k.transpose(0, 1), v.transpose(0, 1))
         assert (rows[1].float() - expected[0].float()).abs().max() <= 3 * TOLERANCE[dtype]
         assert (rows[2] - expected[1]).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-3)
+
+
+HEADS_TOGETHER, THEIR_GROUP = 9, 2
+PER_HEAD = {"sinks": (0.3,) * 18, "alibi_slopes": (0.01,) * 18}
+
+
+@pytest.mark.parametrize("isa", _native.attention_isas())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("lengths", [[4200], [1, 700, 64, 333]])
+@pytest.mark.parametrize("fields", [{"window": 500}, PER_HEAD])
+def test_heads_that_share_a_span_answer_as_each_alone(
+    isa: str, dtype: torch.dtype, lengths: list[int], fields: dict[str, object]
+) -> None:
+    """Heads of 32 KiB and more in a block take turns tile by tile, in one span or several."""
+    torch.manual_seed(6)
+    dim = 256 if dtype == torch.int8 else 128
+    whole = msgspec.structs.replace(make_spec(dtype, dim, **fields), kv_heads=HEADS_TOGETHER)
+    each = {name: of if name == "window" else of[:THEIR_GROUP] for name, of in fields.items()}  # type: ignore[index]
+    alone = msgspec.structs.replace(make_spec(dtype, dim, **each), kv_heads=1)
+    needed = [blocks_for(length, BLOCK) for length in lengths]
+    order = torch.randperm(sum(needed)).to(torch.int32).split(needed)
+    tables = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True)
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
+    numbers = torch.bfloat16 if dtype == torch.int8 else dtype
+    k, v = torch.randn(2, sum(needed) * BLOCK, HEADS_TOGETHER, dim).to(numbers).unbind()
+    q = torch.randn(len(lengths), HEADS_TOGETHER, THEIR_GROUP, dim).to(numbers)
+
+    def answers(spec: KVSpec, heads: slice, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        backend = CpuAttention(threads, isa)
+        backend.allocate(PoolLayout((spec,), BLOCK, sum(needed)), spec.kv_heads * THEIR_GROUP)
+        backend.append(0, k[:, heads], v[:, heads], torch.arange(len(k)))
+        own = q[:, heads].flatten(1, 2)
+        result = backend.attend(0, own, starts, tables, torch.tensor(lengths, dtype=torch.int32))
+        backend.close()
+        return result
+
+    ones = [answers(alone, slice(head, head + 1), 1) for head in range(HEADS_TOGETHER)]
+    expected = torch.cat([o for o, _ in ones], 1), torch.cat([lse for _, lse in ones], 1)
+    for threads in (1, 2):
+        close(answers(whole, slice(HEADS_TOGETHER), threads), expected)
 
 
 def test_the_reference_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
