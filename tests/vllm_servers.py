@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
+
+from tests import processes
 
 ROOT = Path(__file__).parents[1]
 PYTHON = ROOT / "build" / "vllm" / "bin" / "python"
@@ -307,3 +310,42 @@ class Begun:
     def wait(self) -> None:
         self._thread.join(ANSWER_SECONDS)
         assert not self._thread.is_alive(), "no answer"
+
+
+@dataclass
+class Entry:
+    """The orchestrator in front of instances."""
+
+    port: int
+
+    def metric(self, name: str, **labels: str) -> float:
+        text = httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=30).text
+        return total(text, f"cloverinfer_orchestrator_{name}", labels)
+
+    def is_ready(self) -> bool:
+        url = f"http://127.0.0.1:{self.port}/ready"
+        return httpx.get(url, timeout=30).status_code == 200
+
+    def ask(self, prompt: list[int]) -> httpx.Response:
+        url = f"http://127.0.0.1:{self.port}/v1/completions"
+        return httpx.post(url, json=body_of(prompt, TOKENS), timeout=ANSWER_SECONDS)
+
+    def prefilled(self) -> float:
+        return self.metric("attempts_total", role="prefill", result="ok")
+
+
+@contextlib.contextmanager
+def orchestrated(*servers: Server, policy: str = "least_loaded") -> Iterator[Entry]:
+    """The command in front of servers that prefill or decode, by their ``role``."""
+    command = [sys.executable, "-m", "cloverinfer.cli", "orchestrate", "--port", "0", "--quiet"]
+    command += ["--policy", policy]
+    for one in servers:
+        decodes = one.role == "kv_consumer"
+        named = f"decode={one.url}#{one.kv_address}" if decodes else f"prefill={one.url}"
+        command += ["--instance", named]
+    with processes.start(command, stdout=subprocess.PIPE) as process:
+        try:
+            base = process.stdout.readline().removeprefix("ready: ").strip()
+            yield Entry(int(base.rpartition(":")[2]))
+        finally:
+            process.kill()

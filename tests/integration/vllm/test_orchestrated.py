@@ -6,27 +6,21 @@ Stages are held by an engine that stands still, so that none is met by luck.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
-import httpx
 import pytest
-from tests import processes
 from tests.vllm_servers import (
-    ANSWER_SECONDS,
     AT_ONCE,
     PYTHON,
     START_SECONDS,
-    TOKENS,
     Begun,
+    Entry,
     Server,
     body_of,
     fresh,
-    total,
+    orchestrated,
     until,
     until_idle,
 )
@@ -41,42 +35,11 @@ Pair = tuple[Server, Server]
 CLIENTS = 8
 
 
-@dataclass
-class Entry:
-    """The orchestrator in front of a pair."""
-
-    port: int
-
-    def metric(self, name: str, **labels: str) -> float:
-        text = httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=30).text
-        return total(text, f"cloverinfer_orchestrator_{name}", labels)
-
-    def is_ready(self) -> bool:
-        url = f"http://127.0.0.1:{self.port}/ready"
-        return httpx.get(url, timeout=30).status_code == 200
-
-    def ask(self, prompt: list[int]) -> httpx.Response:
-        url = f"http://127.0.0.1:{self.port}/v1/completions"
-        return httpx.post(url, json=body_of(prompt, TOKENS), timeout=ANSWER_SECONDS)
-
-    def prefilled(self) -> float:
-        return self.metric("attempts_total", role="prefill", result="ok")
-
-
 @pytest.fixture(scope="module")
 def entry(pair: Pair) -> Iterator[Entry]:
-    prefill, decode = pair
-    named = [f"prefill={prefill.url}", f"decode={decode.url}#{decode.kv_address}"]
-    command = [sys.executable, "-m", "cloverinfer.cli", "orchestrate", "--port", "0", "--quiet"]
-    command += [part for one in named for part in ("--instance", one)]
-    with processes.start(command, stdout=subprocess.PIPE) as process:
-        try:
-            base = process.stdout.readline().removeprefix("ready: ").strip()
-            made = Entry(int(base.rpartition(":")[2]))
-            until(made.is_ready, "the pair is found")
-            yield made
-        finally:
-            process.kill()
+    with orchestrated(*pair) as made:
+        until(made.is_ready, "the pair is found")
+        yield made
 
 
 def test_answers_are_those_of_one_server(prompts, plain_answers, pair, entry):
