@@ -96,7 +96,9 @@ def logits_on(device: torch.device, model: Any) -> torch.Tensor:
     return half.logits(carry)
 
 
-def test_a_model_is_compiled_once_and_stages_share_graphs(folder: Path) -> None:
+def test_a_model_is_compiled_once_and_stages_share_graphs(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     said: list[str] = []
     config = ModelConfig(model_path=str(folder), dtype="float32")
     model = resolve_model(config, said.append)
@@ -105,7 +107,8 @@ def test_a_model_is_compiled_once_and_stages_share_graphs(folder: Path) -> None:
     again = resolve_model(config, said.append)
     assert sum("tracing" in line for line in said) == 1
     assert again.fingerprint == model.fingerprint
-    half = load_half(model)
+    half = load_half(model, batch_invariant=True)
+    assert "batch_invariant changes nothing" in caplog.text
     assert half.num_layers == 2
     assert half.weight_bytes > 0
     assert logits_on(torch.device("meta"), model).device.type == "meta"

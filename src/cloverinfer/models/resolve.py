@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from .weights import (
     weight_files,
 )
 
+log = logging.getLogger(__name__)
 _CPU_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 MAX_PATH = 4000
 """Characters; the system refuses longer paths with an error of its own."""
@@ -218,6 +220,8 @@ def load_half(
     bfloat16 on GPUs of compute capability 9.0.
     """
     if model.load_format == "compiled":
+        if batch_invariant:
+            log.warning("cluster.batch_invariant changes nothing for a compiled model's products")
         with torch.inference_mode():
             return CompiledHalf(model.path, model.lowering, device)
     checkpoint = _checkpoint(model, seed, device)
