@@ -9,7 +9,9 @@
 #pragma once
 
 #include "common/launch.cuh"
+#include "dense_cuda/boxes.cuh"
 #include "dense_cuda/gemm_params.h"
+#include "dense_cuda/range.cuh"
 #include "dense_cuda/wgmma.cuh"
 #include "dense_cuda/widen.cuh"
 
@@ -44,57 +46,6 @@ struct GemmKind {
   static constexpr int kThreadVectors = Blocks * kSums / 4;
 };
 
-__device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void arrive_at(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void wait_until(uint32_t barrier, int parity) {
-  uint32_t done = 0;
-  while (!done) {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
-        "selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-  }
-}
-
-__device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap& map, uint32_t barrier,
-                                         int x, int y) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4}], [%2];" ::"r"(to),
-      "l"(&map), "r"(barrier), "r"(x), "r"(y)
-      : "memory");
-}
-
-// Weights are read once: they leave the L2 first.
-__device__ __forceinline__ void load_weights(uint32_t to, const CUtensorMap& map, uint32_t barrier,
-                                             int x, int y, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
-      "l"(&map), "r"(barrier), "r"(x), "r"(y), "l"(policy)
-      : "memory");
-}
-
-// The same of a map {k, 8 rows, gate or up, groups of 8 rows}.
-__device__ __forceinline__ void load_gated_weights(uint32_t to, const CUtensorMap& map,
-                                                   uint32_t barrier, int x, int y,
-                                                   uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%3, %5, %5, %4}], [%2], %6;" ::"r"(to),
-      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(0), "l"(policy)
-      : "memory");
-}
-
 // The stages in shared memory: weights of all of them, inputs of all, barriers.
 template <typename Kind>
 struct Stages {
@@ -122,66 +73,6 @@ struct RingPlace {
       ++turn;
     }
   }
-};
-
-// Steps along k of one tile.
-struct Segment {
-  int tile, step, count;
-};
-
-// A block's units: the line of all units is cut into one range for each block. The parts of tiles
-// at its ends come first and whole tiles last, so that what has to be merged with other blocks'
-// sums is not what the launch ends with.
-struct Range {
-  int64_t units;
-  int blocks, steps, begin, end;
-
-  __device__ Range(int tiles, int steps)
-      : units(int64_t{tiles} * steps),
-        blocks(gridDim.x),
-        steps(steps),
-        begin(static_cast<int>(units * blockIdx.x / blocks)),
-        end(static_cast<int>(units * (blockIdx.x + 1) / blocks)) {}
-
-  // The block whose range holds a unit.
-  __device__ int holding(int unit) const {
-    return static_cast<int>(((unit + int64_t{1}) * blocks - 1) / units);
-  }
-  __device__ int first_whole() const { return (begin + steps - 1) / steps; }
-  __device__ int segments() const { return 2 + max(0, end / steps - first_whole()); }
-
-  // Segments 0 and 1 may be empty.
-  __device__ Segment segment(int i) const {
-    const int first = first_whole(), last = end / steps;
-    if (i == 0) return {first - 1, begin + steps - first * steps, min(end, first * steps) - begin};
-    if (i == 1) return {last, 0, last < first ? 0 : end - last * steps};
-    return {first + i - 2, 0, steps};
-  }
-};
-
-// A place in a block's range.
-class Cursor {
- public:
-  __device__ explicit Cursor(const Range& range) : range_(range), segment_(range.segment(0)) {
-    skip_empty();
-  }
-
-  __device__ int tile() const { return segment_.tile; }
-  __device__ int step() const { return segment_.step; }
-  __device__ void advance() {
-    ++segment_.step;
-    --segment_.count;
-    skip_empty();
-  }
-
- private:
-  __device__ void skip_empty() {
-    while (segment_.count == 0 && ++index_ < range_.segments()) segment_ = range_.segment(index_);
-  }
-
-  const Range& range_;
-  Segment segment_;
-  int index_ = 0;
 };
 
 // The thread that asks for weights and inputs.
