@@ -50,10 +50,13 @@ class PagedReader:
 
 def runs_of(
     base: int, block_bytes: int, heads: int, nbytes: int, table: torch.Tensor
-) -> torch.Tensor:
-    """Addresses that one call reads: for each row of ``table`` [rows, blocks] and head its blocks'
-    keys and values. A block is all heads' keys and then their values, ``nbytes`` a head."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Addresses that one call reads, of each row of ``table`` [rows, blocks, an even number], in
+    two orders: each head's blocks, and each two blocks' heads. Keys and values take turns. A block
+    is all heads' keys and then their values, ``nbytes`` a head."""
     at_block = base + table.to(torch.int64)[:, None, :, None] * block_bytes
     at_head = torch.arange(heads)[None, :, None, None] * nbytes
     side = torch.arange(2)[None, None, None, :] * heads * nbytes
-    return (at_block + at_head + side).flatten().contiguous()
+    by_head = at_block + at_head + side
+    by_blocks = by_head.unflatten(2, (-1, 2)).transpose(1, 2)
+    return by_head.flatten().contiguous(), by_blocks.flatten().contiguous()

@@ -6,7 +6,8 @@ floor is the KV's bytes over the read bandwidth, or the multiply-adds over their
 longer. On a shared machine the bandwidth moves, so it is measured before and after every round of
 calls: `of floor` is the median of the rounds' ratios, each to the bandwidth of its own time. Such
 a read is in order. The second floor, `paged`, is a bare loop over the call's own runs of memory, a
-block's keys and values of one head at a time, in the call's order, asked for ahead (needs ``c++``).
+block's keys and values of one head at a time, asked for ahead (needs ``c++``): head by head, and
+two blocks at a time, as a call may; the faster one counts.
 
 Peers, over rows above 512 MiB with a part of the requests: ``sdpa`` is PyTorch's kernel, over keys
 and values that lie in order (in bfloat16 for int8 rows); ``--peer llama.cpp=PYTHON`` adds ggml's
@@ -156,8 +157,8 @@ def copies_of(shape: Shape, cache: int) -> int:
     return max(1, -(-2 * cache // shape.kv_bytes)) if shape.kv_bytes < 4 * cache else 1
 
 
-def our_calls(shape: Shape, copies: int, threads: int) -> tuple[Rotation, torch.Tensor]:
-    """And the addresses that they read, at most of ``PROBE`` bytes."""
+def our_calls(shape: Shape, copies: int, threads: int) -> tuple[Rotation, list[torch.Tensor]]:
+    """And the addresses that they read, in two orders, at most of ``PROBE`` bytes."""
     needed = shape.batch * blocks_for(shape.context, BLOCK)
     layout = PoolLayout((shape.spec,), BLOCK, needed * copies)
     backend = CpuAttention(threads)
@@ -177,8 +178,8 @@ def our_calls(shape: Shape, copies: int, threads: int) -> tuple[Rotation, torch.
     calls = Rotation([lambda t=t: backend.attend(0, q, starts, t, lengths) for t in tables])
     base = torch.frombuffer(pool, dtype=torch.uint8).data_ptr()
     block_bytes = layout.total_bytes // layout.num_blocks
-    runs = runs_of(base, block_bytes, shape.kv_heads, shape.run_bytes, tables.flatten(0, 1))
-    return calls, runs[: PROBE // shape.run_bytes]
+    orders = runs_of(base, block_bytes, shape.kv_heads, shape.run_bytes, tables.flatten(0, 1))
+    return calls, [runs[: PROBE // shape.run_bytes] for runs in orders]
 
 
 def sdpa_calls(shape: Shape, copies: int) -> Rotation:
@@ -268,10 +269,13 @@ class Bench:
         return [Row(shape.name, seconds * 1e6, "us", params)]
 
     def ours(self, shape: Shape) -> Rounds:
-        calls, runs = our_calls(shape, copies_of(shape, self.cache), self.threads)
+        calls, orders = our_calls(shape, copies_of(shape, self.cache), self.threads)
         reader = self.reader
-        paged = (lambda: reader.bandwidth(runs, shape.run_bytes)) if reader else None
-        return measured(calls, self.probe, paged)
+        if reader is None:
+            return measured(calls, self.probe, None)
+        return measured(
+            calls, self.probe, lambda: max(reader.bandwidth(o, shape.run_bytes) for o in orders)
+        )
 
     def taken(self, shape: Shape) -> dict[str, float | None]:
         """Seconds of the peers; None where one does not take the shape."""
