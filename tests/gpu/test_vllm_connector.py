@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.vllm_child import RemoteEngine
 from tests.vllm_gpu_kit import SPOILT, TorchGpu
-from tests.vllm_kit import FakeEngine
+from tests.vllm_kit import FakeEngine, until
 
 from cloverinfer.core.errors import ConfigError
 from cloverinfer.integrations.vllm.describe import engine_of
@@ -60,6 +60,12 @@ def remote() -> Iterator[Callable[..., RemoteEngine]]:
     yield make
     for engine in made:
         engine.close()
+
+
+def until_granted(prefill: FakeEngine) -> None:
+    outbox = prefill.workers[0].half._outbox
+    outs = list(outbox._transfers.values())
+    until(lambda: all(out.routed and not out.waits for out in outs), "blocks granted")
 
 
 def params(decode: Any, transfer: str = "t", attempt: int = 0) -> dict[str, Any]:
@@ -187,6 +193,7 @@ def test_a_decode_that_is_killed_frees_prefill(
     decode.ask("wait_for_remote", "d", 64, "t")
     prefill.begin("p", 64, params(decode))
     prefill.compute("p", chunk=32, upto=32)
+    until_granted(prefill)  # of one that it never met it would hear nothing
     decode.kill()
     prefill.step("p", 32, 32)
     prefill.finish("p")
