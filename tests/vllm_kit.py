@@ -7,7 +7,7 @@ position and the head, so that whatever arrives can be checked to the byte.
 from __future__ import annotations
 
 import itertools
-import os
+import random
 import socket
 import threading
 import time
@@ -26,6 +26,7 @@ from cloverinfer.nodes.copies import copies_of
 
 LAYERS, ALL_HEADS, DIM = 3, 4, 4
 PATIENCE = 20.0
+_DRAWS = random.SystemRandom()
 
 
 class FakeTensor:
@@ -55,9 +56,10 @@ class FakeTensor:
 
 
 def free_port(count: int = 1) -> int:
-    """The first of ``count`` ports in a row, below those that the system gives away by itself."""
-    start = 20000 + os.getpid() % 180 * 64  # far from what other processes of a test run look at
-    for first in range(start, 32000, 16):
+    """The first of ``count`` ports in a row, below those that the system gives away by itself.
+    Drawn, so that processes that look at once hardly ever find the same."""
+    for _ in range(1000):
+        first = _DRAWS.randrange(20000, 32000)
         try:
             for port in range(first, first + count):
                 with socket.socket() as sock:
