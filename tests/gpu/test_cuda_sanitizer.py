@@ -1,9 +1,10 @@
-"""The CUDA attention and GEMM kernels under compute-sanitizer: no bad access, race or barrier.
+"""All CUDA kernels under compute-sanitizer: no bad access, race or barrier.
 
 Tests of test_attention_cuda.py run again in a process of their own, those that between them reach
 every duty of the kernels: one and several query tokens, few and many parts of a row, prompts, every
-feature; of test_cuda_linear.py those of smaller products. Only our kernels are instrumented.
-racecheck takes the smallest of them.
+feature, moving blocks; of test_cuda_linear.py those of smaller products; of the dense half's small
+kernels and the sampler those in bfloat16. Only our kernels are instrumented. racecheck takes the
+smallest of them.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from cloverinfer.attention.cuda import missing
 
 SANITIZER = shutil.which("compute-sanitizer")
 ATTENTION, PRODUCTS = "test_attention_cuda.py", "test_cuda_linear.py"
+DENSE, SAMPLER = "test_dense_cuda.py", "test_device_sampling.py"
 ALL = (
     "test_a_few_and_many_query_tokens or test_long_and_ragged_rows or test_features"
     " or test_every_part_of_a_long_row or (test_groups and 3) or (test_many_rows and 300)"
-    " or test_chunks"
+    " or test_chunks or test_the_pool_moves_as_blocks"
 )
 SMALL = "test_small_shapes"
 ALL_PRODUCTS = "(test_products and not 14336) or (test_gated_products and not 28672)"
 SMALL_PRODUCTS = "test_small_products"
+ALL_DENSE = "(dtype1 and not 257) or (test_rotation_into_the_pool and float8)"
+SMALL_DENSE = "dtype1 and (-3- or inside or 576) and not 257"
+ALL_DRAWS = "test_draws and dtype1"
+SMALL_DRAWS = "test_draws and dtype1 and (97 or 4096)"
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing()),
@@ -44,6 +50,10 @@ pytestmark = [
         ("memcheck", PRODUCTS, ALL_PRODUCTS),
         ("racecheck", PRODUCTS, SMALL_PRODUCTS),
         ("synccheck", PRODUCTS, SMALL_PRODUCTS),
+        ("memcheck", DENSE, ALL_DENSE),
+        ("racecheck", DENSE, SMALL_DENSE),
+        ("memcheck", SAMPLER, ALL_DRAWS),
+        ("racecheck", SAMPLER, SMALL_DRAWS),
     ],
 )
 def test_kernels_are_clean(tool: str, module: str, chosen: str) -> None:
