@@ -76,8 +76,7 @@ class FakeNode:
 
 def needs_host(request: Request) -> bool:
     given = request.sampling
-    asks = given.logprobs is not None or given.prompt_logprobs is not None
-    return asks or given.shapes_logits
+    return given.prompt_logprobs is not None or given.structured_outputs is not None
 
 
 def make_nodes(topology: str, blocks: int, prefills: int = 1, homes: int = 1, dense: int = 1,

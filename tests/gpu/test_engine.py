@@ -115,6 +115,13 @@ PARAMS = [
     {"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
     {"temperature": 0.9, "logit_bias": {7: 3.0}, "logprobs": 3},
     {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 2},
+    {"temperature": 0.0, "presence_penalty": 0.7, "logprobs": 0},
+    {
+        "temperature": 0.0,
+        "repetition_penalty": 1.4,
+        "min_tokens": 4,
+        "stop_token_ids": list(range(9)),
+    },
 ]
 
 

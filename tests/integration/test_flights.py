@@ -47,7 +47,7 @@ class FollowedDevice(HostDevice):
 
 
 class HostFlyer(ColocatedNode):
-    """A colocated node as on a GPU; the host chooses for all but greedy rows."""
+    """A colocated node as on a GPU; the host draws where a temperature is above 0."""
 
     most_flights = 0
 
@@ -84,10 +84,12 @@ def params() -> list[SamplingParams]:
         {"temperature": 0.9, "top_p": 0.9},
         {"temperature": 0.0, "frequency_penalty": 0.8},
         {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
+        {"temperature": 0.0, "repetition_penalty": 1.4, "logprobs": 1},
+        {"temperature": 0.0, "logit_bias": {7: 2.0}, "min_tokens": 4, "stop_token_ids": [3, 9]},
     ]
     return [
         SamplingParams(max_tokens=5 + 3 * i % 20, seed=i, ignore_eos=i % 5 > 0, **kinds[of])
-        for i, of in enumerate([0, 0, 1, 0, 0, 2, 0, 0, 3, 0, 0, 0, 1, 0])
+        for i, of in enumerate([0, 4, 1, 0, 5, 2, 0, 4, 3, 0, 5, 2, 1, 0])
     ]
 
 
@@ -109,3 +111,9 @@ def test_the_same_tokens_one_ahead(
     assert HostFlyer.most_flights == 2
     assert [one.token_ids for one in said] == [one.token_ids for one in wanted]
     assert [one.finish_reason for one in said] == [one.finish_reason for one in wanted]
+    for one, other in zip(said, wanted, strict=True):
+        scores, others = one.logprobs or [], other.logprobs or []
+        assert [score.token_id for score in scores] == [score.token_id for score in others]
+        assert [score.logprob for score in scores] == pytest.approx(
+            [score.logprob for score in others], abs=1e-4
+        )

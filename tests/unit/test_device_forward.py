@@ -16,6 +16,8 @@ from tests.tiny_models import make_tiny
 from cloverinfer.attention.torch import TorchAttention
 from cloverinfer.config import ModelConfig
 from cloverinfer.core.errors import CloverError, TransportError
+from cloverinfer.core.logprobs import TokenLogprobs
+from cloverinfer.core.sampling import MAX_TAIL
 from cloverinfer.kvcache.layout import PoolLayout, blocks_for
 from cloverinfer.models import DenseHalf, load_half, resolve_model
 from cloverinfer.models.sampling import NO_TOKEN, uniform
@@ -34,7 +36,9 @@ GREEDY = Sampling(*GREEDY_FIELDS)
 DRAWN = Sampling(0.8, 0, 1.0, 0)
 """With a seed of its own each."""
 SHAPED = Sampling(*GREEDY_FIELDS, shaping=Shaping(num_prompt=0))
-"""With penalties, of its own prompt."""
+"""With penalties, biases and forbidden words, of its own prompt."""
+HOSTED = Sampling(*GREEDY_FIELDS, shaping=Shaping(num_prompt=0, bad_words=[[1] * (MAX_TAIL + 2)]))
+"""With a word that is longer than what devices remember."""
 SCORED = Sampling(*GREEDY_FIELDS, logprobs=2)
 
 
@@ -71,6 +75,8 @@ class Asked:
     prompt: list[int]
     sampling: Sampling
     wanted: list[int]
+    scores: list[TokenLogprobs | None]
+    """Of each wanted token."""
     number: int
     said: list[int] = field(default_factory=list)
     planned: int = 0
@@ -85,28 +91,44 @@ class Asked:
     @property
     def waits(self) -> bool:
         """The host must know what the step in flight says before the next one."""
-        special = self.sampling.shaping is not None or self.sampling.logprobs is not None
-        return special and self.flying > 0
+        shaping = self.sampling.shaping
+        return shaping is not None and shaping.needs_host and self.flying > 0
 
     @property
     def known(self) -> list[int]:
         return self.prompt + self.said
 
 
-def reference(half: DenseHalf, prompt: list[int], sampling: Sampling, count: int) -> list[int]:
-    """One row, one step at a time."""
+def reference(
+    half: DenseHalf, prompt: list[int], sampling: Sampling, count: int
+) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """One row, one step at a time: its tokens, and their log-probabilities."""
     backend = TorchAttention()
     backend.allocate(PoolLayout(half.specs, BLOCK, 16), half.arch.num_heads)
     rows, forward = RowTable(BLOCK, local_attention=True), LocalForward(half, backend, OpenGate())
     joins = [Join(1, 0, list(prompt), 0, list(range(16)), sampling)]
     said: list[int] = []
+    scores = []
     start, tokens = 0, len(prompt)
     for step in range(count):
         plan = StepPlan(0, step, [1], [start], [tokens], [True], joins, [], [])
         rows.apply(plan)
-        said += forward.run(rows.batch(plan), StepStats()).tokens
+        sampled = forward.run(rows.batch(plan), StepStats())
+        said += sampled.tokens
+        scores.append(sampled.logprobs.get(0))
         joins, start, tokens = [], start + tokens, 1
-    return said
+    return said, scores
+
+
+def same_scores(one: TokenLogprobs | None, other: TokenLogprobs | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    numbers, wanted = [[score.logprob, *score.top_logprobs] for score in (one, other)]
+    return (one.token_id, one.rank, one.top_ids) == (
+        other.token_id,
+        other.rank,
+        other.top_ids,
+    ) and numbers == pytest.approx(wanted, abs=1e-4)
 
 
 class Play:
@@ -152,7 +174,10 @@ class Play:
             void = asked.failed or asked.number in lost or asked.incarnation != incarnation
             assert void or index not in sampled.errors
             if not void:
+                at = len(asked.said)
                 asked.said.append(sampled.tokens[index])
+                if at < len(asked.wanted):
+                    assert same_scores(sampled.logprobs.get(index), asked.scores[at])
             index += 1
         assert index == len(sampled.tokens)
 
@@ -189,12 +214,29 @@ class Play:
     def ask(self, sampling: Sampling, most: int) -> None:
         prompt = [self.rng.randrange(1, VOCAB) for _ in range(self.rng.choice([1, 2, 5, 11, 17]))]
         if sampling.shaping is not None:
-            sampling = Sampling(*GREEDY_FIELDS, shaping=Shaping(len(prompt), 0.7, 0.0, 1.3))
+            sampling = self.shaped(prompt, sampling.shaping)
         elif sampling.temperature:
             sampling = Sampling(sampling.temperature, 0, 1.0, self.rng.getrandbits(64))
         self.numbers += 1
         wanted = reference(self.half, prompt, sampling, most)
-        self.asked[self.numbers] = Asked(prompt, sampling, wanted, self.numbers)
+        self.asked[self.numbers] = Asked(prompt, sampling, *wanted, self.numbers)
+
+    def shaped(self, prompt: list[int], kind: Shaping) -> Sampling:
+        """By chance; some of the words are such as it would say."""
+        rng = self.rng
+        said, _ = reference(self.half, prompt, GREEDY, 4)
+        words = [said[at : at + rng.randrange(1, 4)] for at in range(rng.randrange(3))]
+        shaping = Shaping(
+            len(prompt),
+            presence_penalty=rng.choice([0, 0.7]),
+            frequency_penalty=rng.choice([0, 0.5]),
+            repetition_penalty=rng.choice([1, 1.3]),
+            logit_bias=rng.choice([{}, {rng.randrange(VOCAB): 2.0, said[-1]: -1.5}]),
+            bad_words=kind.bad_words + words,
+            min_tokens=rng.randrange(4),
+            stops=said[:1],
+        )
+        return Sampling(*GREEDY_FIELDS, shaping=shaping, logprobs=rng.choice([None, 0, 3]))
 
     def leave(self, asked: Asked) -> None:
         if asked.told >= 0:
@@ -300,7 +342,17 @@ def test_steps_launched_ahead_say_what_plain_forwards_say(half: DenseHalf, seed:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_rows_that_the_host_must_choose_for_go_beside_others(half: DenseHalf, seed: int) -> None:
-    Play(half, seed).run(40, [GREEDY, DRAWN, SHAPED, SCORED])
+    Play(half, seed).run(40, [GREEDY, DRAWN, SHAPED, SCORED, HOSTED])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_shape_or_score_go_ahead_too(half: DenseHalf, seed: int) -> None:
+    play = Play(half, seed, sample_there)
+    play.run(40, [GREEDY, DRAWN, SHAPED, SHAPED, SCORED], 16)
+    assert play.ahead > 10
+    play = Play(half, seed + 5, sample_there)
+    play.run(30, [SHAPED, SCORED, HOSTED], 12)
+    assert play.ahead > 5
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -314,7 +366,7 @@ def test_draws_on_the_device_are_those_of_the_host(half: DenseHalf, seed: int) -
 @pytest.mark.parametrize("seed", range(2))
 def test_a_step_that_fails_ends_its_own_rows_alone(half: DenseHalf, seed: int) -> None:
     play = Play(half, seed, failing=0.1)
-    play.run(50, [GREEDY, GREEDY, SHAPED], 12)
+    play.run(60, [GREEDY, GREEDY, SHAPED], 12)
     assert play.failed > 2
     assert play.lost > 2
     assert play.ended > 2

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cloverinfer.config import CacheConfig, ClusterConfig, SchedulerConfig
 from cloverinfer.core.errors import ConfigError
 from cloverinfer.core.request import Request, RequestState
+from cloverinfer.core.sampling import MAX_TAIL
 from cloverinfer.orchestrator.layout import ignored_settings
 from cloverinfer.scheduler import SchedNode, Scheduler, TokenEvent
 from cloverinfer.wire.messages import StepDone, StepPlan, StepStats
@@ -116,7 +117,7 @@ def test_the_end_of_the_context_is_certain_too() -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"logprobs": 0}, {"presence_penalty": 1.0}, {"logit_bias": {1: 1.0}}, {"min_tokens": 2}],
+    [{"prompt_logprobs": 0}, {"structured_outputs": {"regex": "a*"}}],
 )
 def test_rows_that_need_the_host_wait_for_their_step(more: dict[str, Any]) -> None:
     c = ahead()
@@ -127,6 +128,25 @@ def test_rows_that_need_the_host_wait_for_their_step(more: dict[str, Any]) -> No
     assert [rows for rows, *_ in plans(c)] == [[0, 1], [0], [0, 1], [0]]
 
 
+@pytest.mark.parametrize(("length", "ahead_too"), [(MAX_TAIL + 1, True), (MAX_TAIL + 2, False)])
+def test_words_too_long_for_a_device_need_the_host(length: int, ahead_too: bool) -> None:
+    c = ahead()
+    request = endless(0, 4, bad_words=("long",))
+    request.bad_words = [[1] * length]
+    start(c, request)
+    assert len(plans(c)) == 1 + ahead_too
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"logprobs": 0}, {"presence_penalty": 1.0}, {"logit_bias": {1: 1.0}}, {"min_tokens": 2}],
+)
+def test_rows_that_shape_or_score_go_ahead(more: dict[str, Any]) -> None:
+    c = ahead()
+    start(c, endless(0, 4, **more))
+    assert [rows for rows, *_ in plans(c)] == [[0], [0]]
+
+
 def test_a_prompt_that_is_asked_about_waits_between_chunks() -> None:
     c = ahead(max_num_batched_tokens=4)
     start(c, endless(0, 9, prompt_logprobs=0))
@@ -135,8 +155,8 @@ def test_a_prompt_that_is_asked_about_waits_between_chunks() -> None:
 
 def test_rows_that_need_the_host_meet_in_one_step() -> None:
     c = ahead()
-    start(c, endless(0, 4, logprobs=0))
-    start(c, endless(1, 4, logprobs=0))
+    start(c, endless(0, 4, prompt_logprobs=0))
+    start(c, endless(1, 4, prompt_logprobs=0))
     assert plans(c) == [([0], [0], [4])]
     land(c)
     assert plans(c)[1:] == [([0, 1], [4, 0], [1, 4])]

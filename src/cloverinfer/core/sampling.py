@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +14,8 @@ from .structured import StructuredOutputs, as_structured
 MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 256
+MAX_TAIL = 16
+"""Last tokens of a request that a device keeps, to know a forbidden word before its last token."""
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
 _LISTS = ("stop", "stop_token_ids", "bad_words")
@@ -121,6 +123,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def penalises(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+def fits_tail(words: Iterable[Sequence[int]]) -> bool:
+    """Whether ``MAX_TAIL`` tokens tell that the next one would complete one of the words."""
+    return all(len(word) <= MAX_TAIL + 1 for word in words)
 
 
 def _wrapped(seed: int) -> int:

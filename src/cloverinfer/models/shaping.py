@@ -64,7 +64,7 @@ class Shaper:
         generated = position - self.shaping.num_prompt
         if generated < grammar.known:
             grammar.reset()
-        grammar.read(self._tail(tokens, position, generated - grammar.known))
+        grammar.read(self.tail(tokens, position, generated - grammar.known))
 
     def _read(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -106,11 +106,11 @@ class Shaper:
         found = list(shaping.stops) if generated < shaping.min_tokens else []
         if shaping.bad_words:
             longest = max(map(len, shaping.bad_words)) - 1
-            tail = self._tail(tokens, position, min(longest, generated))
+            tail = self.tail(tokens, position, min(longest, generated))
             found += [word[-1] for word in shaping.bad_words if _ends_with(tail, word[:-1])]
         return found
 
-    def _tail(self, tokens: Sequence[int], position: int, size: int) -> list[int]:
+    def tail(self, tokens: Sequence[int], position: int, size: int) -> list[int]:
         """The last ``size`` tokens before ``position``."""
         first = position - size - self._start
         if first >= 0:

@@ -26,6 +26,7 @@ from ..models.base import DenseHalf
 from ..models.sampling import NO_TOKEN
 from .device import Device, Outputs
 from .device_inputs import (
+    DRAW_FIELDS,
     Arrays,
     Tensors,
     decode_packing,
@@ -35,9 +36,10 @@ from .device_inputs import (
 )
 from .device_layers import StepTensors, run_layers
 from .device_seats import DeviceSeats, DeviceShape
+from .device_shaping import DeviceShaping
 from .forward import Sampled, last_stage, prompt_logprobs, sample_rows
 from .launched import Launched, LaunchedForHost, Scores
-from .rows import UNKNOWN, Batch, Change
+from .rows import UNKNOWN, Batch, Change, Row
 
 log = logging.getLogger(__name__)
 _CHANGES_PER_ROW = 2
@@ -63,6 +65,14 @@ def buckets_up_to(max_rows: int) -> list[int]:
     """Numbers of rows that graphs are captured for: 1, 2, 4, 8, then every 8, and ``max_rows``."""
     buckets = [1, 2, 4, *range(8, max_rows, 8), max_rows]
     return sorted({bucket for bucket in buckets if bucket <= max_rows})
+
+
+def _needs_host(row: Row) -> bool:
+    return row.shaper is not None and row.shaper.shaping.needs_host
+
+
+def _shapes(batch: Batch) -> bool:
+    return batch.special and any(row.shaper is not None for row in batch.sampled)
 
 
 class _Graph:
@@ -95,6 +105,7 @@ class DeviceForward:
         self._graphs = [_Graph(rows) for rows in buckets_up_to(shape.max_rows)]
         with torch.inference_mode(), device.use():
             self._seats = DeviceSeats(device, shape)
+            self._shaping = DeviceShaping(device, self._seats.scratch + 1)
             self._inputs = device.zeros(self._graphs[-1].packing.nbytes, torch.uint8)
             self._starts = torch.arange(
                 shape.max_rows + 1, dtype=torch.int32, device=self._inputs.device
@@ -161,20 +172,41 @@ class DeviceForward:
             if graph is not None:
                 self._backend.plan(rows, None)
                 logits, tokens = self._replay(graph, batch)
+                there, seats = graph.inputs, graph.inputs["seats"]
             else:
-                logits, tokens, scores = self._run(batch, for_host)
+                apart = for_host or _shapes(batch)
+                logits, tokens, scores, there = self._run(batch, apart)
+                seats = there["sample_seats"]
             if for_host:
                 event = self._device.event()
                 return LaunchedForHost(batch, logits, event, self._choose_here, scores)
+            scored = None
+            if batch.special and logits is not None:
+                self._shaping.tell(batch, logits.shape[1])
+                if _shapes(batch):
+                    tokens = self._choose_shaped(batch, logits, there, seats)
+                scored = self._shaping.score(logits, tokens)
             host = self._device.pinned(tokens.nbytes).view(torch.int64)
             host.copy_(tokens, non_blocking=True)
             for row, position in zip(batch.sampled, batch.sample_positions, strict=True):
                 row.last_at = position
-            return Launched(batch, host, self._device.event())
+            return Launched(batch, host, self._device.event(), scored)
+
+    def _choose_shaped(
+        self, batch: Batch, logits: torch.Tensor, draws: Tensors, seats: torch.Tensor
+    ) -> torch.Tensor:
+        """Tokens of a step with rows that shape their logits; what a graph chose is replaced.
+        ``draws`` and ``seats`` may be of more rows."""
+        rows = len(logits)
+        shaped = self._shaping.shape(batch, logits)
+        draws = {name: draws[name][:rows] for name in DRAW_FIELDS}
+        tokens = self._choose(shaped, draws, seats[:rows])
+        self._shaping.say(tokens.clamp(min=0))
+        return tokens
 
     def needs_host(self, batch: Batch) -> bool:
         """The host chooses the step's tokens."""
-        if batch.special:
+        if batch.special and (batch.scored or any(_needs_host(row) for row in batch.sampled)):
             return True
         drawn = any(row.sampling.temperature > 0 for row in batch.sampled)
         return self._sampler is None and drawn
@@ -227,8 +259,10 @@ class DeviceForward:
     # -- steps that no graph serves
 
     def _run(
-        self, batch: Batch, for_host: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor, Scores]:
+        self, batch: Batch, apart: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor, Scores, Tensors]:
+        """Logits, tokens, scores of prompts and the step's inputs; ``apart``: tokens, if any, are
+        chosen by the caller."""
         placed, there = self._place(batch)
         assert placed.slots_t is not None
         assert placed.block_tables_rb is not None
@@ -239,10 +273,10 @@ class DeviceForward:
         scores = prompt_logprobs(self._half, placed, attn_out, carry) if batch.scored else {}
         seats = there["sample_seats"]
         if not batch.sampled:
-            return None, seats, scores
+            return None, seats, scores, there
         logits = last_stage(self._half, placed, attn_out, carry)
-        tokens = seats if for_host else self._choose(logits, there, seats)
-        return logits, tokens, scores
+        tokens = seats if apart else self._choose(logits, there, seats)
+        return logits, tokens, scores, there
 
     def _place(self, batch: Batch) -> tuple[Batch, Tensors]:
         """The batch with its tensors on the device, and all fields of the step there."""

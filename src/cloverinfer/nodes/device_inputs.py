@@ -119,10 +119,17 @@ def fill_mixed(arrays: Arrays, batch: Batch, unknown: npt.NDArray[np.int64]) -> 
     arrays["seats"][:] = batch.seats_r
     arrays["lengths"][:] = batch.lengths_r.numpy()
     arrays["sample_at"][:] = ends
-    arrays["sample_seats"][:] = batch.seats_r[np.searchsorted(starts, ends, side="right") - 1]
+    arrays["sample_seats"][:] = sampled_seats(batch)
     arrays["unknown_at"][:] = unknown
     arrays["unknown_seats"][:] = batch.seats_r[rows]
     fill_draws(arrays, [row.sampling for row in batch.sampled], batch.sample_positions)
+
+
+def sampled_seats(batch: Batch) -> npt.NDArray[np.int64]:
+    """Of the rows that sample."""
+    assert batch.seats_r is not None
+    starts, ends = batch.query_starts.numpy(), batch.sample_tokens.numpy()
+    return batch.seats_r[np.searchsorted(starts, ends, side="right") - 1]
 
 
 def uniforms(

@@ -13,6 +13,7 @@ import torch
 from ..core.logprobs import TokenLogprobs
 from ..models.sampling import NO_TOKEN
 from .device import Event
+from .device_shaping import ScoresUnderWay
 from .forward import NONE_LEFT, Sampled
 from .rows import Batch
 
@@ -28,8 +29,16 @@ class Launched:
     for_host = False
     """The host chooses its tokens when it is taken: nothing may be launched after it before."""
 
-    def __init__(self, batch: Batch, tokens: torch.Tensor, event: Event) -> None:
-        """``tokens``: on the host, of the rows that sample, once ``event`` is ready."""
+    def __init__(
+        self,
+        batch: Batch,
+        tokens: torch.Tensor,
+        event: Event,
+        scored: ScoresUnderWay | None = None,
+    ) -> None:
+        """``tokens``: on the host, of the rows that sample, once ``event`` is ready; ``scored``:
+        their log-probabilities, if any row asks for them."""
+        self._scored = scored
         self._batch = batch
         self._tokens = tokens
         self._event = event
@@ -52,7 +61,8 @@ class Launched:
             tokens = [max(token, 0) for token in tokens]
         for row, token, position in zip(batch.sampled, tokens, batch.sample_positions, strict=True):
             row.note(token, position)
-        return Sampled(tokens, errors=errors)
+        logprobs = {} if self._scored is None else self._scored.read(tokens)
+        return Sampled(tokens, logprobs, errors=errors)
 
     def void(self) -> None:
         """It cannot be taken: as ``RowTable.void``."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..core.errors import NodeDiedError, QueueFullError, RequestError
 from ..core.request import Request, RequestState
-from ..core.sampling import SamplingParams
+from ..core.sampling import fits_tail
 from ..kvcache.layout import blocks_for
 from ..kvcache.manager import KVCacheManager, Match
 from ..wire.messages import ExpectTransfer
@@ -53,7 +53,7 @@ class Admission:
         eos = frozenset() if endless else request.eos_token_ids
         order = request.priority, self._arrivals
         seat = Seat(request, order, limit, eos | frozenset(sampling.stop_token_ids))
-        seat.needs_host = _needs_host(sampling)
+        seat.needs_host = _needs_host(request)
         self._arrivals += 1
         request.times.setdefault(RequestState.WAITING, now)
         state.seats[request.number] = seat
@@ -253,10 +253,11 @@ def _keys_of(seat: Seat, pool: KVCacheManager) -> list[bytes] | None:
     return seat.keys[pool.block_size] if seat.keys is not None else None
 
 
-def _needs_host(sampling: SamplingParams) -> bool:
-    """Its tokens are not drawn from the model's own distribution alone, or more is asked of it."""
-    asks = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)
-    return asks or sampling.shapes_logits
+def _needs_host(request: Request) -> bool:
+    """Devices cannot choose all of its tokens, or not say all that it asks about them."""
+    given = request.sampling
+    masked = given.structured_outputs is not None or not fits_tail(request.bad_words)
+    return masked or given.prompt_logprobs is not None
 
 
 def _most_blocks(pool: KVCacheManager, limit: int) -> int:

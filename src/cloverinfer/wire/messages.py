@@ -12,6 +12,7 @@ from typing import Union
 import msgspec
 
 from ..core.logprobs import TokenLogprobs
+from ..core.sampling import fits_tail
 from ..kvcache.layout import PoolLayout
 from ..transport.base import RegionRef
 
@@ -39,6 +40,11 @@ class Shaping(msgspec.Struct, frozen=True, array_like=True):
     stops: list[int] = []
     """Tokens that may not be chosen before ``min_tokens``."""
     grammar: Grammar | None = None
+
+    @property
+    def needs_host(self) -> bool:
+        """Its mask is the host's to make, once the last token is known."""
+        return self.grammar is not None or not fits_tail(self.bad_words)
 
     @property
     def penalises(self) -> bool:
