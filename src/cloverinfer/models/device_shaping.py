@@ -39,14 +39,14 @@ class Asking:
     early: bool
     """It has not said ``min_tokens`` yet."""
 
-    @property
-    def long_words(self) -> list[list[int]]:
-        return [word for word in self.shaping.bad_words if len(word) > 1]
 
-    @property
-    def recalls(self) -> bool:
-        """What it has said is kept on the device."""
-        return self.shaping.penalises or bool(self.long_words)
+def recalls(shaping: Shaping) -> bool:
+    """What such a row has said is kept on the device."""
+    return shaping.penalises or bool(_long_words(shaping))
+
+
+def _long_words(shaping: Shaping) -> list[list[int]]:
+    return [word for word in shaping.bad_words if len(word) > 1]
 
 
 def step_lists(asking: Sequence[Asking], size: int) -> Lists:
@@ -54,7 +54,8 @@ def step_lists(asking: Sequence[Asking], size: int) -> Lists:
     ``[t, c]`` logits."""
     banned = [(one.row, token) for one in asking for token in _always(one) if token < size]
     biases = [(one.row, *pair) for one in asking for pair in one.shaping.logit_bias.items()]
-    words = [(one, word) for one in asking for word in one.long_words if word[-1] < size]
+    words = [(one, word) for one in asking for word in _long_words(one.shaping) if word[-1] < size]
+    tailed = [one for one in asking if _long_words(one.shaping)]
     penalising = [one for one in asking if one.shaping.penalises]
     return {
         "ban_at": _whole([row * size + token for row, token in banned]),
@@ -63,8 +64,8 @@ def step_lists(asking: Sequence[Asking], size: int) -> Lists:
         "word_at": _whole([one.row * size + word[-1] for one, word in words]),
         "word_seats": _whole([one.seat for one, _ in words]),
         "word_before": _whole([_padded(word[:-1], ANY) for _, word in words]).reshape(-1),
-        "tail_rows": _whole([one.row for one in asking if one.long_words]),
-        "tail_seats": _whole([one.seat for one in asking if one.long_words]),
+        "tail_rows": _whole([one.row for one in tailed]),
+        "tail_seats": _whole([one.seat for one in tailed]),
         "count_rows": _whole([one.row for one in penalising]),
         "count_seats": _whole([one.seat for one in penalising]),
         "repetition": _real([one.shaping.repetition_penalty for one in penalising]),

@@ -19,7 +19,15 @@ import torch
 
 from ..core.logprobs import TokenLogprobs
 from ..core.sampling import MAX_TAIL
-from ..models.device_shaping import Asking, Lists, say_there, shape_there, step_lists, tail_of
+from ..models.device_shaping import (
+    Asking,
+    Lists,
+    recalls,
+    say_there,
+    shape_there,
+    step_lists,
+    tail_of,
+)
 from ..models.logprobs import read_scores, score
 from ..models.shaping import Shaper
 from .device import Device
@@ -144,38 +152,35 @@ class DeviceShaping:
 
     def _recall(self, batch: Batch) -> None:
         """Writes what the device does not know of rows that it will shape."""
-        late: list[tuple[Asking, Row, int]] = []
-        for i, (row, position) in enumerate(
-            zip(batch.sampled, batch.sample_positions, strict=True)
-        ):
-            if row.shaper is None or row.last_at == position - 1:
-                continue
-            one = Asking(i, -1, row.shaper.shaping, False)
-            if one.recalls:
-                late.append((one, row, position))
+        late = [
+            (seat, row.tokens, row.shaper, position)
+            for seat, row, position in zip(
+                sampled_seats(batch), batch.sampled, batch.sample_positions, strict=True
+            )
+            if row.shaper is not None
+            and row.last_at != position - 1
+            and recalls(row.shaper.shaping)
+        ]
         if late:
-            self._write(late, sampled_seats(batch))
+            self._write(late)
 
-    def _write(
-        self, late: Sequence[tuple[Asking, Row, int]], seats_s: npt.NDArray[np.int64]
-    ) -> None:
+    def _write(self, late: Sequence[tuple[np.int64, list[int], Shaper, int]]) -> None:
+        """By seat, what each was told and has said, its shaper, and how much of it counts."""
         size = self._counts.shape[1]
         tails, at, values, count_seats = [], [], [], []
-        for one, row, position in late:
-            assert row.shaper is not None
-            seat = seats_s[one.row]
-            said = position - one.shaping.num_prompt
-            tails.append(tail_of(row.shaper.tail(row.tokens, position, min(said, MAX_TAIL))))
-            if one.shaping.penalises:
-                row.shaper.catch_up(row.tokens, position)
-                ids, counts = row.shaper.seen()
+        for seat, tokens, shaper, position in late:
+            said = position - shaper.shaping.num_prompt
+            tails.append(tail_of(shaper.tail(tokens, position, min(said, MAX_TAIL))))
+            if shaper.shaping.penalises:
+                shaper.catch_up(tokens, position)
+                ids, counts = shaper.seen()
                 count_seats.append(seat)
                 at.append(seat * size + ids)
                 values.append(counts.astype(np.int64) + 1)
         none = [np.zeros(0, np.int64)]
         there = self._upload(
             {
-                "tail_seats": seats_s[[one.row for one, *_ in late]],
+                "tail_seats": np.array([seat for seat, *_ in late], np.int64),
                 "tails": np.array(tails, np.int64).reshape(-1),
                 "count_seats": np.array(count_seats, np.int64),
                 "at": np.concatenate(at or none),
