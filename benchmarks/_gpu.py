@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from _common import Row, parser
+from _peers import PeerProcess
 from cloverinfer import LLM, ModelConfig
 from cloverinfer.attention.cuda import missing
 
@@ -114,8 +115,7 @@ def best_time(work: Callable[[], object], repeats: int) -> float:
 @contextlib.contextmanager
 def engine(shape: dict[str, Any], quantization: str | None, **fields: Any) -> Iterator[LLM]:
     """A colocated node with random weights."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(shape))
+    with _shape_folder(shape) as folder:
         model = ModelConfig(
             model_path=folder, load_format="dummy", dtype="bfloat16", quantization=quantization
         )
@@ -123,6 +123,55 @@ def engine(shape: dict[str, Any], quantization: str | None, **fields: Any) -> It
         with LLM(model, topology="colocated", **fields) as llm:
             print(f"engine started in {time.perf_counter() - began:.1f} s", flush=True)
             yield llm
+
+
+@contextlib.contextmanager
+def _shape_folder(shape: dict[str, Any]) -> Iterator[str]:
+    """A model directory with a configuration alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(shape))
+        yield folder
+
+
+class Vllm:
+    """vLLM with random weights on the same GPU, in its own environment."""
+
+    def __init__(self, process: PeerProcess, name: str) -> None:
+        self._process = process
+        self.name = name
+        """With its version."""
+
+    def measure(self, prompts: list[list[int]], tokens: int) -> tuple[float | None, float]:
+        """Seconds per output token of the request that began last, where ``tokens`` are to be
+        timed, and those that the prompts took to be read."""
+        answer = self._process.ask({"prompts": prompts, "tokens": tokens}, timeout=300)
+        return answer.get("tpot"), answer["reading"]
+
+
+@contextlib.contextmanager
+def vllm(shape: dict[str, Any], given: argparse.Namespace, more_tokens: int) -> Iterator[Vllm]:
+    """The one of ``--peer``, with the limits of ``limits_of``; ours is not on the GPU meanwhile."""
+    name, _, python = given.peer.partition("=")
+    if name != "vllm" or not python:
+        raise SystemExit(f"--peer {given.peer}: want vllm=PYTHON")
+    torch.cuda.empty_cache()
+    with _shape_folder(shape) as folder:
+        settings = {
+            "model": folder,
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "quantization": given.quantization,
+            **limits_of(given, more_tokens),
+        }
+        del settings["executor"]
+        process = PeerProcess("vLLM", python, "_peer_vllm_gpu.py")
+        try:
+            began = time.perf_counter()
+            started = process.ask(settings, timeout=600)["name"]
+            print(f"{started} started in {time.perf_counter() - began:.1f} s", flush=True)
+            yield Vllm(process, started)
+        finally:
+            process.close()
 
 
 def random_prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
@@ -153,6 +202,7 @@ def flags(description: str | None, rows: str, repeat: int) -> argparse.ArgumentP
     )
     made.add_argument("--out", type=Path, help="also write the table to this file")
     made.add_argument("--profile", action="store_true", help="print each row's time by kernel")
+    made.add_argument("--peer", metavar="vllm=PYTHON", help="then measure vLLM in the same way")
     made.add_argument("--executor", default="local", help="local or process")
     made.add_argument("--quantization", choices=["fp8"], help="of the layers' matrices")
     made.add_argument("--budget", type=int, default=16384, help="max_num_batched_tokens")

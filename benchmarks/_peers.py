@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from cloverinfer.models import ResolvedModel, load_tokenizer
 
@@ -51,35 +53,33 @@ def run_peer(
     return _run(python, SCRIPTS[name], job, threads)
 
 
-class KernelPeer:
-    """A peer's attention kernel, in one process for all shapes: a line for each job and answer."""
+class PeerProcess:
+    """A script of a peer in its own environment: a line for each job and answer."""
 
-    def __init__(self, peer: str, threads: int) -> None:
-        self.name, _, python = peer.partition("=")
-        if self.name not in KERNELS or not python:
-            known = ", ".join(KERNELS)
-            raise SystemExit(f"--peer {peer}: want NAME=PYTHON with NAME one of {known}")
+    def __init__(self, name: str, python: str, script: str, threads: int | None = None) -> None:
+        self.name = name
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by close()
         self._process = subprocess.Popen(
-            [python, str(Path(__file__).parent / KERNELS[self.name])],
+            [python, str(Path(__file__).parent / script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
             bufsize=0,
         )
 
-    def seconds(self, job: dict[str, object], timeout: float = 120) -> float | None:
-        """Of one call; None where the peer does not take such a shape."""
+    def ask(self, job: dict[str, object], timeout: float) -> dict[str, Any]:
+        """The answer to it; ``timeout`` in seconds."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job).encode() + b"\n")
+        left = memoryview(json.dumps(job).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # its errors are told below
+            while left:
+                left = left[self._process.stdin.write(left) :]
         until = time.monotonic() + timeout
         while not (line := self._line(until)).startswith(b"{"):
             pass  # what its libraries log
-        answer = json.loads(line)
-        if "refused" in answer:
-            print(f"{self.name}: {answer['refused']}")
-        return answer.get("seconds")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def _line(self, until: float) -> bytes:
         out = self._process.stdout
@@ -107,6 +107,24 @@ class KernelPeer:
             self._process.wait(10)
         self._process.stdout.close()
         self._errors.close()
+
+
+class KernelPeer(PeerProcess):
+    """A peer's attention kernel, in one process for all shapes."""
+
+    def __init__(self, peer: str, threads: int) -> None:
+        name, _, python = peer.partition("=")
+        if name not in KERNELS or not python:
+            known = ", ".join(KERNELS)
+            raise SystemExit(f"--peer {peer}: want NAME=PYTHON with NAME one of {known}")
+        super().__init__(name, python, KERNELS[name], threads)
+
+    def seconds(self, job: dict[str, object], timeout: float = 120) -> float | None:
+        """Of one call; None where the peer does not take such a shape."""
+        answer = self.ask(job, timeout)
+        if "refused" in answer:
+            print(f"{self.name}: {answer['refused']}")
+        return answer.get("seconds")
 
 
 def _run(python: str, script: str, job: dict[str, object], threads: int) -> dict[str, float]:

@@ -9,6 +9,9 @@ measured in this run, or the products' arithmetic where that takes longer than t
 
 from __future__ import annotations
 
+import argparse
+from dataclasses import replace
+
 from _common import Row
 from _gpu import (
     LLAMA_8B,
@@ -22,6 +25,7 @@ from _gpu import (
     parse_flags,
     print_profile,
     random_prompts,
+    vllm,
     write_results,
 )
 from cloverinfer import LLM, SamplingParams
@@ -54,13 +58,15 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
 
-def measure(llm: LLM, batch: int, prompt: int, tokens: int, seed: int) -> tuple[float, float]:
-    """Seconds per output token, and prompt tokens read a second."""
-    prompts = random_prompts(batch, prompt, LLAMA_8B["vocab_size"], seed)
+def prompts_of(batch: int, prompt: int, row: int, run: int) -> list[list[int]]:
+    return random_prompts(batch, prompt, LLAMA_8B["vocab_size"], 1 + row + 100 * run)
+
+
+def measure(llm: LLM, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
+    """Seconds per output token, and those that the prompts took to be read."""
     read = llm.generate(prompts, greedy(1))
-    reading = max(one.metrics["latency"] for one in read)
     said = llm.generate(prompts, greedy(tokens + 1))
-    return said[-1].metrics["tpot"], batch * prompt / reading
+    return said[-1].metrics["tpot"], max(one.metrics["latency"] for one in read)
 
 
 def main() -> None:
@@ -75,22 +81,48 @@ def main() -> None:
         llm.generate(random_prompts(2, 300, 1000, 0), greedy(8))
         for i, (batch, prompt) in enumerate(given.rows):
             runs = [
-                measure(llm, batch, prompt, given.tokens, 1 + i + 100 * k)
+                measure(llm, prompts_of(batch, prompt, i, k), given.tokens)
                 for k in range(given.repeat)
             ]
-            took, reading = min(runs)[0], max(run[1] for run in runs)
+            took, reading = (min(each) for each in zip(*runs, strict=True))
             floor = floor_of(cost, batch, prompt, given.tokens, speeds)
             params = {"batch": batch, "prompt": prompt}
             rows.append(Row("decode", took * 1e3, "ms a token", params, floor * 1e3))
             goal = "" if given.quantization else GOALS.get((batch, prompt), "")
             lines.append(
                 f"| {batch} x {prompt} | {took * 1e3:.2f} | {floor * 1e3:.2f} | "
-                f"{took / floor:.2f} | {goal} | {batch / took:.0f} | {reading:.0f} |"
+                f"{took / floor:.2f} | {goal} | {batch / took:.0f} | "
+                f"{batch * prompt / reading:.0f} |"
             )
             print(lines[-1], flush=True)
             if given.profile:
                 profile_row(llm, batch, prompt)
+    if given.peer:
+        lines += beside_vllm(given, rows)
     write_results(lines, rows, given)
+
+
+def beside_vllm(given: argparse.Namespace, rows: list[Row]) -> list[str]:
+    """A table of vLLM's figures for the same prompts; ``rows``, ours, take them along."""
+    with vllm(LLAMA_8B, given, given.tokens + 64) as peer:
+        peer.measure(random_prompts(2, 300, 1000, 0), 8)
+        lines = [
+            f"| batch x prompt | {peer.name}, ms a token | ours over it | prompts: tokens/s |",
+            "|---|---|---|---|",
+        ]
+        for i, (batch, prompt) in enumerate(given.rows):
+            runs = [
+                peer.measure(prompts_of(batch, prompt, i, k), given.tokens)
+                for k in range(given.repeat)
+            ]
+            took, reading = (min(each) for each in zip(*runs, strict=True))
+            rows[i] = replace(rows[i], peer=peer.name, peer_value=took * 1e3)
+            lines.append(
+                f"| {batch} x {prompt} | {took * 1e3:.2f} | {rows[i].value / took / 1e3:.2f} | "
+                f"{batch * prompt / reading:.0f} |"
+            )
+            print(lines[-1], flush=True)
+    return ["", *lines]
 
 
 def profile_row(llm: LLM, batch: int, prompt: int) -> None:

@@ -6,7 +6,9 @@ arithmetic of products and of causal attention at the rate that bfloat16 product
 
 from __future__ import annotations
 
+import argparse
 import time
+from dataclasses import replace
 
 from _common import Row
 from _gpu import (
@@ -20,6 +22,7 @@ from _gpu import (
     parse_flags,
     print_profile,
     random_prompts,
+    vllm,
     write_results,
 )
 from cloverinfer import LLM, SamplingParams
@@ -40,11 +43,15 @@ def floor_of(prompt: int, speeds: Speeds) -> float:
     return speeds.products / flops
 
 
-def measure(llm: LLM, batch: int, prompt: int, seed: int) -> float:
-    prompts = random_prompts(batch, prompt, LLAMA_8B["vocab_size"], seed)
+def prompts_of(batch: int, prompt: int, row: int, run: int) -> list[list[int]]:
+    return random_prompts(batch, prompt, LLAMA_8B["vocab_size"], 10 * row + run)
+
+
+def measure(llm: LLM, prompts: list[list[int]]) -> float:
+    """Tokens read a second."""
     began = time.perf_counter()
     llm.generate(prompts, ONE)
-    return batch * prompt / (time.perf_counter() - began)
+    return sum(map(len, prompts)) / (time.perf_counter() - began)
 
 
 def main() -> None:
@@ -54,7 +61,7 @@ def main() -> None:
     lines, rows = [*HEAD], []
     with engine(LLAMA_8B, given.quantization, **limits_of(given, 64)) as llm:
         for i, (batch, prompt) in enumerate(given.rows):
-            rates = [measure(llm, batch, prompt, 10 * i + k) for k in range(given.repeat)]
+            rates = [measure(llm, prompts_of(batch, prompt, i, k)) for k in range(given.repeat)]
             most, params = floor_of(prompt, speeds), {"batch": batch, "prompt": prompt}
             rows.append(Row("prompts", max(rates), "tokens/s", params, most))
             goal = "" if given.quantization else GOALS.get(prompt, "")
@@ -67,7 +74,25 @@ def main() -> None:
                 prompts = random_prompts(batch, prompt, LLAMA_8B["vocab_size"], 777)
                 steps = -(-batch * prompt // given.budget)
                 print_profile(lambda some=prompts: llm.generate(some, ONE), steps)
+    if given.peer:
+        lines += beside_vllm(given, rows)
     write_results(lines, rows, given)
+
+
+def beside_vllm(given: argparse.Namespace, rows: list[Row]) -> list[str]:
+    """A table of vLLM's figures for the same prompts; ``rows``, ours, take them along."""
+    with vllm(LLAMA_8B, given, 64) as peer:
+        peer.measure(random_prompts(2, 300, 1000, 0), 0)
+        lines = [f"| batch x prompt | {peer.name}, tokens/s | ours over it |", "|---|---|---|"]
+        for i, (batch, prompt) in enumerate(given.rows):
+            took = min(
+                peer.measure(prompts_of(batch, prompt, i, k), 0)[1] for k in range(given.repeat)
+            )
+            rate = batch * prompt / took
+            rows[i] = replace(rows[i], peer=peer.name, peer_value=rate)
+            lines.append(f"| {batch} x {prompt} | {rate:.0f} | {rows[i].value / rate:.2f} |")
+            print(lines[-1], flush=True)
+    return ["", *lines]
 
 
 if __name__ == "__main__":

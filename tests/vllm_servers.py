@@ -72,6 +72,7 @@ class Server:
     """Another connector's whole configuration, for comparison."""
     environment: dict[str, str] = field(default_factory=dict)
     dtype: str = "float32"
+    python: Path = PYTHON
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -91,7 +92,7 @@ class Server:
             "kv_connector_extra_config": {"kv_port": self.kv_port} | self.settings,
         }
         return [
-            str(PYTHON), "-m", "vllm.entrypoints.openai.api_server",
+            str(self.python), "-m", "vllm.entrypoints.openai.api_server",
             "--model", str(self.folder), "--served-model-name", MODEL, "--dtype", self.dtype,
             "--enforce-eager", "--host", "127.0.0.1", "--port", str(self.port),
             "--max-model-len", "2048", *self.options,
