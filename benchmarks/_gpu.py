@@ -179,13 +179,23 @@ def random_prompts(count: int, length: int, vocab: int, seed: int) -> list[list[
     return [[rng.randrange(vocab) for _ in range(length)] for _ in range(count)]
 
 
-def print_profile(work: Callable[[], object], steps: int, most: int = 25) -> None:
-    """Time by kernel over ``steps`` steps that ``work`` makes."""
+Times = dict[str, tuple[float, int]]
+"""By kernel: microseconds and launches."""
+
+
+def kernel_times(work: Callable[[], object]) -> Times:
+    """Of what ``work`` launches. A kernel that was started before the one before it had ended
+    counts from its start, so that times may add up to more than the clock's."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         work()
         torch.cuda.synchronize()
-    rows = [(e.device_time_total, e.count, e.key) for e in profile.key_averages()]
+    return {e.key: (e.device_time_total, e.count) for e in profile.key_averages()}
+
+
+def print_profile(times: Times, steps: int, most: int = 25) -> None:
+    """``times``: of so many steps."""
+    rows = [(took, count, name) for name, (took, count) in times.items() if count > 0]
     total = sum(row[0] for row in rows)
     print(f"| us a step | launches | of {total / steps:.0f} us | kernel |\n|---|---|---|---|")
     for took, count, name in sorted(rows, reverse=True)[:most]:

@@ -17,6 +17,7 @@ from _gpu import (
     cost_of,
     engine,
     flags,
+    kernel_times,
     limits_of,
     measure_speeds,
     parse_flags,
@@ -73,7 +74,7 @@ def main() -> None:
             if given.profile:
                 prompts = random_prompts(batch, prompt, LLAMA_8B["vocab_size"], 777)
                 steps = -(-batch * prompt // given.budget)
-                print_profile(lambda some=prompts: llm.generate(some, ONE), steps)
+                print_profile(kernel_times(lambda some=prompts: llm.generate(some, ONE)), steps)
     if given.peer:
         lines += beside_vllm(given, rows)
     write_results(lines, rows, given)
