@@ -102,9 +102,10 @@ std::vector<int> segments_where(const loop::ShmHop& hop, bool loop::ShmSegment::
 }
 
 void begin(loop::Answerer& self, int source, uint32_t notice, const Rows& rows, const Qkv& in,
-           int64_t out) {
+           int64_t out, int64_t told) {
   const loop::AnswerStep step = {attention_rows(rows), qkv_rows(in),
-                                 at_address<uint16_t>(out, "out")};
+                                 at_address<uint16_t>(out, "out"),
+                                 at_address<loop::Told>(told, "told", false)};
   const py::gil_scoped_release unlocked;
   self.begin({source, notice}, step);
 }
@@ -154,7 +155,7 @@ void bind_answers(py::module_& m) {
            py::kw_only(), py::arg("table"), py::arg("heads"), py::arg("gate").none(true),
            py::keep_alive<1, 2>(), py::keep_alive<1, 4>())
       .def("begin", &begin, py::kw_only(), py::arg("source"), py::arg("notice"), py::arg("rows"),
-           py::arg("into"), py::arg("out"))
+           py::arg("into"), py::arg("out"), py::arg("told"))
       .def("end", &end, py::kw_only(), py::arg("source"), py::arg("notice"))
       .def("close", &loop::Answerer::close, py::call_guard<py::gil_scoped_release>());
   py::class_<loop::ShmServer>(m, "ShmServer")
@@ -168,6 +169,12 @@ void bind_answers(py::module_& m) {
           [](loop::ShmServer& self, int source, const std::vector<int>& rings,
              MailboxWriter& writer) { self.know(source, rings, writer.sender()); },
           py::arg("source"), py::arg("rings"), py::arg("writer"), py::keep_alive<1, 4>())
+      .def(
+          "answer",
+          [](loop::ShmServer& self, int source, uint32_t notice) {
+            return self.answer(source, notice);
+          },
+          py::arg("source"), py::arg("notice"), py::call_guard<py::gil_scoped_release>())
       .def(
           "serve", [](loop::ShmServer& self, double timeout) { return self.serve(to_ns(timeout)); },
           py::arg("timeout"), py::call_guard<py::gil_scoped_release>());

@@ -41,8 +41,12 @@ bool Answerer::answer(StepKey key, int layer) {
   const Turn turn(gate_);
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = steps_.find(key);
-  if (found == steps_.end() || layer + 1 >= table_.layers) return false;
-  return run(found->second, layer, found->second.step.in, found->second.step.out);
+  if (found == steps_.end()) return false;
+  const auto& [step, totals] = found->second;
+  if (!run(found->second, layer, step.in, step.out)) return false;
+  if (layer + 1 == table_.layers && step.told)
+    *step.told = {key.notice, static_cast<uint32_t>(totals.layers), totals.seconds};
+  return true;
 }
 
 bool Answerer::answer(StepKey key, int layer, const QkvRows& in, int64_t tokens, void* out) {

@@ -1,8 +1,8 @@
 // An attention node's steps under way, answered layer by layer without its Python, on whichever
 // thread a hop is noticed.
 //
-// What it does not answer (a step that it does not know, a layer that fails; of what came over a
-// wire the last layer, after which the node has more to say) is left to the node itself.
+// What it does not answer (a step that it does not know, a layer that fails) is left to the node
+// itself.
 #pragma once
 
 #include <condition_variable>
@@ -26,10 +26,19 @@ struct StepKey {
   }
 };
 
+// What was done of a step, for its dense node.
+struct Told {
+  uint32_t notice;  // of the first layer
+  uint32_t layers;
+  double seconds;
+};
+static_assert(sizeof(Told) == 16, "its reader is another process's Python");
+
 struct AnswerStep {
   AttentionRows rows;
   QkvRows in;  // where hops over a wire leave their rows
   void* out;   // where their output goes
+  Told* told;  // what is told over a wire with the last layer's output; null: nothing
 };
 
 struct AnswerTotals {
@@ -54,8 +63,7 @@ class Answerer {
   bool await(StepKey key, int64_t timeout_ns);
   // False: the node's own to answer.
   bool answer(StepKey key, int layer);
-  // From and to the caller's own rows, as many as the step has; of the last layer the caller is to
-  // tell.
+  // From and to the caller's own rows, as many as the step has; the caller tells what was done.
   bool answer(StepKey key, int layer, const QkvRows& in, int64_t tokens, void* out);
 
  private:

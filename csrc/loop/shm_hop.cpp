@@ -86,7 +86,8 @@ void ShmHop::restart(uint32_t notice) {
 }
 
 void ShmServer::know(int source, const std::vector<int>& rings, shm::Sender* sender) {
-  for (const int ring : rings) sources_[ring] = {source, sender};
+  for (const int ring : rings) sources_[ring] = source;
+  senders_[source] = sender;
 }
 
 Outcome ShmServer::serve(int64_t timeout_ns) {
@@ -106,12 +107,16 @@ Outcome ShmServer::serve(int64_t timeout_ns) {
 bool ShmServer::answer(const shm::Record& record) {
   if (record.kind != shm::kNotice || record.value > UINT32_MAX) return false;
   const auto source = sources_.find(record.ring);
-  if (source == sources_.end()) return false;
-  const uint32_t notice = static_cast<uint32_t>(record.value), layer = notice & layer_mask_;
-  const StepKey key = {source->second.number, notice & ~layer_mask_};
-  if (!answerer_->answer(key, static_cast<int>(layer))) return false;
+  return source != sources_.end() && answer(source->second, static_cast<uint32_t>(record.value));
+}
+
+bool ShmServer::answer(int source, uint32_t notice) {
+  const auto sender = senders_.find(source);
+  if (sender == senders_.end()) return false;
+  const uint32_t layer = notice & layer_mask_;
+  if (!answerer_->answer({source, notice & ~layer_mask_}, static_cast<int>(layer))) return false;
   // The push publishes the output with the notice; where it fails the node sees it again.
-  return notify(source->second.sender, notice);
+  return notify(sender->second, notice);
 }
 
 }  // namespace clover::loop

@@ -66,21 +66,19 @@ class ShmServer {
 
   // Notices of these rings come from `source`, whose answers go to `sender`.
   void know(int source, const std::vector<int>& rings, shm::Sender* sender);
+  // One hop that came by another way; false: the node's own to answer.
+  bool answer(int source, uint32_t notice);
   // kEvents, or kTimeout once `timeout_ns` have passed.
   Outcome serve(int64_t timeout_ns);
 
  private:
-  struct Source {
-    int number;
-    shm::Sender* sender;
-  };
-
   bool answer(const shm::Record& record);
 
   shm::Mailbox* mailbox_;
   Answerer* answerer_;
   uint32_t layer_mask_;
-  std::map<int, Source> sources_;  // by ring
+  std::map<int, int> sources_;           // by ring
+  std::map<int, shm::Sender*> senders_;  // by source
 };
 
 }  // namespace clover::loop

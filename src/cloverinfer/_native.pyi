@@ -381,9 +381,11 @@ class Answerer:
         rows: tuple[int, int, int, int, int, int, int],
         into: tuple[int, int, int, int, int, int],
         out: int,
+        told: int,
     ) -> None:
         """A step: ``notice`` of its first layer, where a wire leaves q, k, v, and where output
-        goes. All that is named stays until ``end``."""
+        goes; where to tell, once a wire's last layer is answered, what was done (uint32 notice,
+        uint32 layers, float64 seconds), 0 being nowhere. All that is named stays until ``end``."""
 
     def end(self, *, source: int, notice: int) -> tuple[int, float]:
         """Layers answered, and seconds; waits for the answer under way."""
@@ -396,6 +398,9 @@ class ShmServer:
     def __init__(self, *, reader: MailboxReader, answerer: Answerer, layer_bits: int) -> None: ...
     def know(self, source: int, rings: Sequence[int], writer: MailboxWriter) -> None:
         """Notices of these rings are of ``source``, whose answers go by ``writer``."""
+
+    def answer(self, source: int, notice: int) -> bool:
+        """One hop of ``source`` that came another way; False: it is left to the node."""
 
     def serve(self, timeout: float) -> LoopOutcome:
         """EVENTS once something else is there to be polled, or TIMEOUT."""

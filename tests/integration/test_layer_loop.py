@@ -12,6 +12,7 @@ from cloverinfer import LLM, ModelConfig, SamplingParams, _native
 from cloverinfer.attention.cpu import CpuAttention
 from cloverinfer.core.errors import CloverError
 from cloverinfer.nodes import forward
+from cloverinfer.nodes.attention import AttentionNode
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], list(range(1, 60))]
@@ -40,6 +41,10 @@ def wanted(models):
     """Of the llama, layer by layer."""
     with LLM(models("llama"), topology="colocated", layer_loop="python", **POOL) as llm:
         return [done.token_ids for done in llm.generate(PROMPTS, GREEDY)]
+
+
+def total(rows, role, what):
+    return sum(row[what] for row in rows.values() if row["role"] == role)
 
 
 def rows_of(llm):
@@ -101,9 +106,30 @@ def test_the_same_tokens_over_every_wire_that_offers_a_way(models, wanted, field
         check_idle(llm)
         rows = rows_of(llm)
     assert tokens == wanted
-    for role in ("dense", "attention"):
-        # A hop that overtakes its plan, and what follows of that step, may go layer by layer.
-        assert sum(row["native_layers"] for row in rows.values() if row["role"] == role) > 20
+    layers = {role: total(rows, role, "native_layers") for role in ("dense", "attention")}
+    # A hop that a step's loop has not waited for any longer goes on layer by layer.
+    assert min(layers.values()) > 20
+    if "num_attention_nodes" not in fields:
+        assert total(rows, "dense", "steps") == total(rows, "attention", "steps")
+        assert total(rows, "dense", "bytes_in") == total(rows, "attention", "bytes_out") > 0
+
+
+def test_neither_end_of_a_hop_over_shm_computes_in_python(models, wanted, monkeypatch):
+    """Not even the last layer of a step; each end notes what the other says of it."""
+    whole, calls = AttentionNode._attend, []
+
+    def attend(self, key, step, layer):
+        calls.append((step.plan.step, layer))
+        whole(self, key, step, layer)
+
+    monkeypatch.setattr(AttentionNode, "_attend", attend)
+    with LLM(models("llama"), **(POOL | {"topology": "pda", "transport": "shm"})) as llm:
+        assert [done.token_ids for done in llm.generate(PROMPTS, GREEDY)] == wanted
+        rows = rows_of(llm)
+    assert rows["attention-0"]["attention_seconds"] > 0
+    assert rows["attention-0"]["native_layers"] + len(calls) == 3 * rows["dense-0"]["steps"]
+    # Only a dense node that has waited for half a second in vain, or was interrupted, does so.
+    assert len(calls) < rows["attention-0"]["native_layers"] / 2
 
 
 def test_several_wavefronts_go_layer_by_layer_on_the_dense_node(models):
@@ -114,7 +140,7 @@ def test_several_wavefronts_go_layer_by_layer_on_the_dense_node(models):
 
 
 def test_a_layer_that_fails_fails_its_step_alone(models, monkeypatch):
-    """The last layer of a step over shm, which the attention node's Python answers."""
+    """Over shm, in Python."""
     whole, calls = CpuAttention.attend, []
 
     def attend(self, layer, *args):
@@ -123,7 +149,8 @@ def test_a_layer_that_fails_fails_its_step_alone(models, monkeypatch):
             raise MemoryError("out of memory, says the test")
         return whole(self, layer, *args)
 
-    with LLM(models("llama"), **(POOL | {"topology": "pda", "transport": "shm"})) as llm:
+    setting = POOL | {"topology": "pda", "transport": "shm", "layer_loop": "python"}
+    with LLM(models("llama"), **setting) as llm:
         llm.generate([PROMPTS[0]], GREEDY)
         monkeypatch.setattr(CpuAttention, "attend", attend)
         with pytest.raises(CloverError, match="out of memory, says the test"):

@@ -1,5 +1,7 @@
 """The layer loop against stages and attention called one by one; waits that end, order held."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from cloverinfer.kvcache.layout import PoolLayout
 from cloverinfer.models import load_half, resolve_model
 from cloverinfer.nodes.answers import Answers, Hops
 from cloverinfer.nodes.gate import OpenGate
-from cloverinfer.nodes.hop import HopRows, HopShape
+from cloverinfer.nodes.hop import HopBuffer, HopRows, HopShape
 from cloverinfer.nodes.hop_loop import HopLoops, Way
 from cloverinfer.nodes.layer_loop import attention_rows
 from cloverinfer.nodes.rows import Batch
@@ -103,10 +105,10 @@ class Ends:
         shape = self.shape = HopShape(half.specs, half.arch.num_heads, half.dtype)
         self.dense, self.attention = (create_endpoint(transport, n) for n in ("d", "a"))
         self.there, self.back = shape.row_bytes(False), shape.row_bytes(True)
-        self.out, self.home = (
-            self.dense.register(3 * self.there),
-            self.dense.register(3 * self.back),
-        )
+        self.home_buffer = HopBuffer(shape, True, 1, 1, 3)
+        self.told_after = self.home_buffer.told_after(0, 0)
+        self.out = self.dense.register(3 * self.there)
+        self.home = self.dense.register(self.home_buffer.nbytes)
         self.into = self.attention.register(3 * self.there)
         self.result = self.attention.register(3 * self.back)
         self.to_attention = self.dense.connect(self.attention.address())
@@ -123,9 +125,9 @@ class Ends:
         return end.prepare(peer, Slices(local, offsets, size), Slices(remote.ref, offsets, size))
 
     def rows(self, region):
-        return HopRows(
-            self.shape, torch.frombuffer(region.buffer, dtype=self.shape.dtype).view(3, -1)
-        )
+        width = self.back if region in (self.home, self.result) else self.there
+        flat = torch.frombuffer(region.buffer, dtype=torch.uint8)[: 3 * width]
+        return HopRows(self.shape, flat.view(self.shape.dtype).view(3, -1))
 
     def loops(self, half):
         return HopLoops.of(half, self.shape, self.dense, 0, OpenGate())
@@ -238,30 +240,73 @@ def test_shm_hops_wait_no_longer_than_asked_and_keep_what_is_not_theirs(half, en
     assert loop.run(0.02) == TIMEOUT
 
 
+def hand_over(both, pool, answers):
+    """The step's hops to the attention end's loop."""
+    first = both.attention.native().first_target(both.answers_go)
+    answers.know(0, both.to_dense)
+    into = both.rows(both.into).qkv(0)
+    answers.begin(HOPS, pool.rows(), into, first, first + both.told_after)
+
+
+def told(both):
+    return both.home_buffer.take_told(both.home, 0, 0)
+
+
 def test_shm_hops_give_the_same_bits_and_know_a_closed_peer(half, ends):
-    """One thread plays both ends; the last layer is the attention node's Python's."""
+    """One thread plays both ends."""
     both, pool = ends("shm"), Pool(half)
     answers = both.answers(pool)
-    wire = both.attention.native()
-    answers.know(0, both.to_dense)
-    answers.begin(
-        HOPS, pool.rows(), both.rows(both.into).qkv(0), wire.first_target(both.answers_go)
-    )
-    loop, last = both.loop(half), half.num_layers - 1
-    for layer in range(last):
+    hand_over(both, pool, answers)
+    loop, layers = both.loop(half), half.num_layers
+    for layer in range(layers):
+        assert told(both) == (0, 0, 0.0)
         assert (loop.run(0.0), loop.layer) == (TIMEOUT, layer)
         answers.serve(0.0)
-    assert loop.run(0.0) == TIMEOUT
-    answers.serve(5.0)  # ends by what it leaves to be polled
-    ((_, notice),) = both.attention.poll(5.0).notices
-    assert notice == pack_hop(LANE, STEP, last)
-    assert answers.end(HOPS)[0] == last
-    both.rows(both.result).output(0).copy_(pool.attend(last, *both.rows(both.into).qkv(last)))
-    index = np.stack([np.arange(3, dtype=np.int32)] * 2, axis=1)
-    both.attention.put(both.answers_go, index, notice)
     assert loop.run(5.0) == DONE
     out, hidden = layer_by_layer(half)
     assert torch.equal(both.rows(both.home).output(0), out)
     assert torch.equal(loop.carry()[0], hidden)
+    notice, count, seconds = told(both)
+    assert (notice, count) == (HOPS.notice, layers)
+    assert answers.end(HOPS) == (layers, seconds)
+    assert told(both) == (0, 0, 0.0)
     both.attention.close()
     assert both.loop(half) is None
+
+
+def test_no_python_runs_between_the_first_and_the_last_layer_over_shm(half, ends):
+    """Each end is in one call that runs no Python, and neither has anything left to be polled."""
+    both, pool = ends("shm"), Pool(half)
+    answers = both.answers(pool)
+    hand_over(both, pool, answers)
+    loop, seen = both.loop(half), []
+    serving = threading.Thread(target=lambda: seen.append(answers.serve(60.0)))
+    serving.start()
+    try:
+        assert loop.run(60.0) == DONE
+        assert not seen, "the attention end left its loop"
+        assert loop.layer == half.num_layers - 1
+        assert torch.equal(both.rows(both.home).output(0), layer_by_layer(half)[0])
+        assert told(both)[1] == half.num_layers
+        assert not both.dense.poll(0.0)
+    finally:
+        both.dense.send(both.to_attention, b"end")
+        serving.join(60.0)
+    left = both.attention.poll(0.0)
+    assert not left.notices
+    assert [message for _, message in left.messages] == [b"end"]
+
+
+def test_a_hop_that_was_polled_is_answered_as_any_other(half, ends):
+    """As one that came before its plan."""
+    both, pool = ends("shm"), Pool(half)
+    answers = both.answers(pool)
+    loop = both.loop(half)
+    assert loop.run(0.0) == TIMEOUT
+    assert [notice for _, notice in both.attention.poll(5.0).notices] == [HOPS.notice]
+    assert not answers.answer(HOPS, 0)
+    hand_over(both, pool, answers)
+    assert answers.answer(HOPS, 0)
+    assert (loop.run(0.0), loop.layer) == (TIMEOUT, 1)
+    answers.end(HOPS)
+    assert not answers.answer(HOPS, 1)

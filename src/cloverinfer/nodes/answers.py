@@ -17,6 +17,8 @@ from .gate import Gate, OpenGate
 from .hop import HopShape
 from .layer_loop import Rows, alike, qkv_addresses
 
+NOWHERE = 0
+
 
 @dataclass(frozen=True)
 class Hops:
@@ -70,12 +72,21 @@ class Answers:
         """Whether hops are answered in ``serve``."""
         return self._server is not None
 
-    def begin(self, hops: Hops, rows: Rows, into: QKV, out: int) -> None:
+    def begin(self, hops: Hops, rows: Rows, into: QKV, out: int, told: int = NOWHERE) -> None:
         """Answers hops of a step from now on. ``into``: where a wire leaves q, k and v; ``out``:
-        address of where output goes."""
+        address of where output goes; ``told``: of the dense node's record of the step."""
         self._answerer.begin(
-            source=hops.source, notice=hops.notice, rows=rows, into=qkv_addresses(into), out=out
+            source=hops.source,
+            notice=hops.notice,
+            rows=rows,
+            into=qkv_addresses(into),
+            out=out,
+            told=told,
         )
+
+    def answer(self, hops: Hops, layer: int) -> bool:
+        """One hop, which the node has polled; False: it is the node's own to answer."""
+        return self._server is not None and self._server.answer(hops.source, hops.notice | layer)
 
     def end(self, hops: Hops) -> tuple[int, float]:
         """Layers that were answered, and the seconds of that; nothing is answered afterwards."""

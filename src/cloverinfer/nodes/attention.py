@@ -26,7 +26,7 @@ from ..wire.messages import (
     NodeGone,
 )
 from ..wire.notices import STEP_MASK, HopNotice, pack_hop, unpack
-from .answers import Answers, Hops
+from .answers import NOWHERE, Answers, Hops
 from .base import Node
 from .config import NodeConfig
 from .gate import Gate, OpenGate
@@ -77,6 +77,8 @@ class _Source:
 
     index: int
     ranges: list[Ranges] = field(default_factory=list)
+    told_after: list[int] = field(default_factory=list)
+    """Bytes from where output goes to the dense node's record of this node's step."""
 
 
 class AttentionNode(Node):
@@ -136,6 +138,7 @@ class AttentionNode(Node):
                 local = self._out.slices(self._out_region, i, lane)
                 remote = back.slices(self.peers[name].regions["hop"], mine, lane)
                 source.ranges.append(self.endpoint.prepare(self.link(name), local, remote))
+                source.told_after.append(back.told_after(mine, lane))
             self._sources[name] = source
         self.inlet.meet()
 
@@ -177,7 +180,7 @@ class AttentionNode(Node):
         if step is None or step.plan.step & STEP_MASK != event.step:
             self._early[key] = event  # its plan is still on the way
         else:
-            self._attend(key, step, event.layer)
+            self._serve(key, step, event.layer)
 
     def _begin(self, plan: AttentionPlan) -> None:
         key = (plan.source, plan.lane)
@@ -192,7 +195,7 @@ class AttentionNode(Node):
             return
         early = self._early.pop(key, None)
         if early is not None and early.step == plan.step & STEP_MASK:
-            self._attend(key, step, early.layer)
+            self._serve(key, step, early.layer)
 
     def _make_step(self, plan: AttentionPlan) -> _Step:
         if self.copies.apart or len(plan.rows) > FEW_ROWS:
@@ -249,31 +252,44 @@ class AttentionNode(Node):
         )
 
     def _hand_over(self, step: _Step) -> None:
-        """Has the step's hops answered without Python, where there is a way; but for its last."""
+        """Has the step's hops answered without Python, where there is a way."""
         if self._answers is None:
             return
         plan = step.plan
         rows = attention_rows(step.query_starts, step.block_tables_rb, step.lengths_r, step.slots_t)
         wire = self.endpoint.native()
-        out = step.back.output(0).data_ptr()
+        out, told = step.back.output(0).data_ptr(), NOWHERE
         if isinstance(wire, MailboxWire):
+            source = self._sources[plan.source]
             try:
-                self._answers.know(step.hops.source, self.link(plan.source))
-                out = wire.first_target(self._sources[plan.source].ranges[plan.lane])
+                self._answers.know(source.index, self.link(plan.source))
+                out = wire.first_target(source.ranges[plan.lane])
+                told = out + source.told_after[plan.lane]
             except TransportError as problem:
                 log.debug("%s: the first hop will tell: %s", self.config.name, problem)
                 return
-        self._answers.begin(step.hops, rows, step.there.qkv(0), out)
+        self._answers.begin(step.hops, rows, step.there.qkv(0), out, told)
 
     def _end(self, key: LaneKey) -> _Step | None:
         """The step, with all that was done of it; nothing is answered of it any more."""
         step = self._steps.pop(key, None)
-        if step is not None and self._answers is not None:
+        if step is not None:
+            self._take_over(step)
+        return step
+
+    def _take_over(self, step: _Step) -> None:
+        """What follows of the step is answered here."""
+        if self._answers is not None:
             calls, seconds = self._answers.end(step.hops)
             step.calls += calls
             step.native_calls += calls
             step.seconds += seconds
-        return step
+
+    def _serve(self, key: LaneKey, step: _Step, layer: int) -> None:
+        """Answers one hop that did not go without Python all the way."""
+        if self._answers is None or not self._answers.answer(step.hops, layer):
+            self._take_over(step)
+            self._attend(key, step, layer)
 
     def _attend(self, key: LaneKey, step: _Step, layer: int) -> None:
         """Computes the answer to one hop; a boundary where a step's errors stop."""

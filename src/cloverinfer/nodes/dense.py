@@ -87,7 +87,7 @@ class _Lane:
     loop: StepLoop | None = None
     """Where its layers run without Python."""
     attended: list[AttentionDone] = field(default_factory=list)
-    """What this node's thread did for attention nodes, which do not tell of it."""
+    """What was done by attention nodes that do not report it themselves."""
 
 
 class DecodeDenseNode(Node):
@@ -304,26 +304,37 @@ class DecodeDenseNode(Node):
         seconds = loop.near_seconds()
         if seconds is None:
             return None
-        plan, layers = lane.plan, lane.layer + 1
-        there, back = layers * self._out.row_bytes, layers * self._in.row_bytes
         for segment, time_taken in zip(lane.segments, seconds, strict=True):
-            rows = segment.count
-            lane.attended.append(
-                AttentionDone(
-                    segment.home,
-                    self.config.name,
-                    plan.lane,
-                    plan.step,
-                    layers,
-                    rows,
-                    time_taken,
-                    rows * there,
-                    rows * back,
-                    layers,
-                )
-            )
+            self._note_attended(lane, segment, time_taken)
         lane.stats.bytes_in += len(lane.batch.rows) * self._in.row_bytes
         return loop.attended_the
+
+    def _read_told(self, lane: _Lane) -> None:
+        """Of attention nodes that have answered over a wire, without their Python."""
+        plan = lane.plan
+        for segment in lane.segments:
+            home = self._homes[segment.home]
+            notice, layers, seconds = self._in.take_told(self._in_region, home, plan.lane)
+            if layers == self.half.num_layers and notice == pack_hop(plan.lane, plan.step, 0):
+                self._note_attended(lane, segment, seconds)
+
+    def _note_attended(self, lane: _Lane, segment: _Segment, seconds: float) -> None:
+        """The attention node answered all layers natively in ``seconds``."""
+        plan, layers, rows = lane.plan, self.half.num_layers, segment.count
+        lane.attended.append(
+            AttentionDone(
+                segment.home,
+                self.config.name,
+                plan.lane,
+                plan.step,
+                layers,
+                rows,
+                seconds,
+                rows * layers * self._out.row_bytes,
+                rows * layers * self._in.row_bytes,
+                layers,
+            )
+        )
 
     def _resume(self, lane: _Lane, attn_out: torch.Tensor | None = None) -> None:
         """``attn_out``: of the lane's layer; None: to be gathered."""
@@ -407,6 +418,7 @@ class DecodeDenseNode(Node):
         stats.sample += t2 - t1
         stats.seconds = t2 - lane.started
         del self._lanes[lane.plan.lane]
+        self._read_told(lane)
         self.report(step_done(self.config.name, lane.plan, sampled, stats, lane.attended))
 
     # -- the reference path: a step by plain calls, layer by layer

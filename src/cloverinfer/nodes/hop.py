@@ -6,6 +6,8 @@ v of a row are adjacent, so a fused QKV projection may write them in place.
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -72,28 +74,51 @@ class HopRows:
         )
 
 
+_TOLD = struct.Struct("=IId")
+
+
 class HopBuffer:
-    """A region as ``[peers][lanes][max_rows]`` rows; one peer where it is a local source."""
+    """A region as ``[peers][lanes][max_rows]`` rows; one peer where it is a local source. Behind
+    the rows it has a record for each peer and lane, ``[peers][lanes]``: what the peer did for the
+    lane's last step, where it answered all layers without Python.
+    """
 
     def __init__(self, shape: HopShape, back: bool, peers: int, lanes: int, max_rows: int) -> None:
         self.shape = shape
         self.lanes = lanes
         self.max_rows = max_rows
         self.row_bytes = shape.row_bytes(back)
-        self.nbytes = max(1, peers) * lanes * max_rows * self.row_bytes
+        self._rows_bytes = max(1, peers) * lanes * max_rows * self.row_bytes
+        self._told_at = -(-self._rows_bytes // _TOLD.size) * _TOLD.size
+        self.nbytes = self._told_at + max(1, peers) * lanes * _TOLD.size
 
     def tensor(self, region: Region) -> torch.Tensor:
         """``[peers, lanes, max_rows, elements]`` over the region's memory."""
-        flat = torch.frombuffer(region.buffer, dtype=torch.uint8)[: self.nbytes].view(
+        flat = torch.frombuffer(region.buffer, dtype=torch.uint8)[: self._rows_bytes].view(
             self.shape.dtype
         )
         return flat.view(-1, self.lanes, self.max_rows, self.row_bytes // self.shape.dtype.itemsize)
 
     def slices(self, region: Region | RegionRef, peer: int, lane: int) -> Slices:
         """One slice per row of a peer's lane."""
-        first = (peer * self.lanes + lane) * self.max_rows
-        rows = first + np.arange(self.max_rows, dtype=np.int64)
-        return Slices(region, rows * self.row_bytes, self.row_bytes)
+        rows = np.arange(self.max_rows, dtype=np.int64)
+        return Slices(region, self._row_at(peer, lane) + rows * self.row_bytes, self.row_bytes)
+
+    def told_after(self, peer: int, lane: int) -> int:
+        """Bytes from the lane's first row to its record."""
+        at = self._told_at + (peer * self.lanes + lane) * _TOLD.size
+        return at - self._row_at(peer, lane)
+
+    def take_told(self, region: Region, peer: int, lane: int) -> tuple[int, int, float]:
+        """The record, once: notice of a step's first layer, layers, seconds; zeros where there is
+        none."""
+        at = self._row_at(peer, lane) + self.told_after(peer, lane)
+        notice, layers, seconds = _TOLD.unpack_from(region.buffer, at)
+        _TOLD.pack_into(region.buffer, at, 0, 0, 0.0)
+        return notice, layers, seconds
+
+    def _row_at(self, peer: int, lane: int) -> int:
+        return (peer * self.lanes + lane) * self.max_rows * self.row_bytes
 
 
 class HopMemory:

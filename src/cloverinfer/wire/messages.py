@@ -314,8 +314,7 @@ class StepDone(msgspec.Struct, array_like=True, tag="done"):
     """Of those errors that a request's own parameter is to blame for: its name, by the same index.
     """
     attended: list[AttentionDone] = []
-    """What attention nodes did for the step where the dense node's own thread did it for them: they
-    do not report it."""
+    """What attention nodes did for the step without their Python: they do not report it."""
 
 
 class StepFailed(msgspec.Struct, array_like=True, tag="failed"):
