@@ -43,6 +43,8 @@ GOALS = {
 }
 """Milliseconds, by batch and prompt, on an H200."""
 ROWS = ",".join(f"{batch}x{prompt}" for batch, prompt in GOALS)
+PROFILED = 128
+"""Decode steps of a profile."""
 HEAD = [
     "| batch x prompt | ms a token | floor | over floor | goal | tokens/s | prompts: tokens/s |",
     "|---|---|---|---|---|---|---|",
@@ -127,19 +129,21 @@ def beside_vllm(given: argparse.Namespace, rows: list[Row]) -> list[str]:
 
 
 def profile_row(llm: LLM, batch: int, prompt: int) -> None:
-    """Of 16 steps: what 33 tokens take more than 17 do, so that those that begin are not in it."""
+    """Of decode steps: what more tokens take than few, so that the steps that begin them, which
+    are not always as many, hardly count."""
     prompts = random_prompts(batch, prompt, LLAMA_8B["vocab_size"], 77)
     llm.generate(prompts, greedy(1))
     fewer, more = (
-        kernel_times(lambda n=tokens: llm.generate(prompts, greedy(n))) for tokens in (17, 33)
+        kernel_times(lambda n=tokens: llm.generate(prompts, greedy(n)))
+        for tokens in (17, 17 + PROFILED)
     )
     none = 0.0, 0
     left = {
         name: (took - fewer.get(name, none)[0], count - fewer.get(name, none)[1])
         for name, (took, count) in more.items()
     }
-    print(f"\n{batch} x {prompt}, 16 steps of decode:")
-    print_profile(left, 16)
+    print(f"\n{batch} x {prompt}, {PROFILED} steps of decode:")
+    print_profile(left, PROFILED)
 
 
 if __name__ == "__main__":

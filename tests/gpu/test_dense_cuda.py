@@ -200,6 +200,61 @@ def test_rotation_into_the_pool(dtype: torch.dtype, stored: str, dim: int, norme
     assert pools[0].any()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [(dtype, stored) for dtype in DTYPES for stored in POOLS[dtype]]
+)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_attending_while_a_rotation_appends(
+    dtype: torch.dtype, stored: str, dim: int, count: int
+) -> None:
+    """To the bit what attending later gives: older keys are read meanwhile, and no newer ones,
+    whose places hold NaN before."""
+    torch.manual_seed(dim)
+    lengths = [1, 15, 16, 17, 31, 32, 33, 48, 49, 300, 1000]
+    counts = [min(count, length) for length in lengths]
+    heads, kv_heads, size = 8, 2, 16
+    spec = KVSpec(kv_heads=kv_heads, k_dim=dim, v_dim=dim, dtype=stored, scale=0.1)
+    blocks = [-(-length // size) for length in lengths]
+    layout = PoolLayout((spec,), size, sum(blocks))
+    pool = torch.zeros(layout.total_bytes, dtype=torch.uint8, device="cuda")
+    backend = CudaAttention()
+    backend.allocate(layout, heads, DeviceMemory(pool.data_ptr(), layout.total_bytes, 0))
+    places = torch.randperm(sum(blocks))
+    tables = torch.full((len(lengths), max(blocks)), -1, dtype=torch.int32)
+    slots, older = [], []
+    for row, (length, n) in enumerate(zip(lengths, counts, strict=True)):
+        mine, places = places[: blocks[row]], places[blocks[row] :]
+        tables[row, : len(mine)] = mine
+        at = torch.arange(length)
+        held = mine[at // size] * size + at % size
+        slots.append(held[length - n :])
+        older.append(held[: length - n])
+    own, before = torch.cat(slots).cuda(), torch.cat(older).cuda()
+    k, v = (normal(len(before), kv_heads, dim, dtype=dtype) for _ in range(2))
+    backend.append(0, k, v, before)
+    starts = torch.tensor([0, *counts]).cumsum(0).int().cuda()
+    rest = starts, tables.cuda(), torch.tensor(lengths).int().cuda()
+    cos, sin = (part.cuda() for part in rope_table(dim, 1e4, None, 1000, dtype))
+    positions = torch.cat(
+        [torch.arange(m - n, m) for m, n in zip(lengths, counts, strict=True)]
+    ).cuda()
+    spoilt = torch.full((len(own), kv_heads, dim), torch.nan, dtype=dtype, device="cuda")
+    for _ in range(10):
+        qkv = normal(len(own), heads + 2 * kv_heads, dim, dtype=dtype)
+        backend.append(0, spoilt, spoilt, own)
+        torch.cuda.synchronize()
+        fused = FusedRows(qkv, kv_heads, positions, (cos, sin), None, 1e-6)
+        q = backend.append_rotated(0, fused, own)
+        o, lse = backend.attend(0, q, *rest)
+        torch.cuda.synchronize()
+        later_o, later_lse = backend.attend(0, q, *rest)
+        assert o.isfinite().all()
+        assert torch.equal(o, later_o)
+        assert torch.equal(lse, later_lse)
+    backend.close()
+
+
 def arch_of(family: str, **sizes: Any) -> ModelArch:
     shape = {
         "num_layers": 4,
