@@ -21,12 +21,13 @@
 namespace clover::dense::CLOVER_ISA {
 namespace {
 
-constexpr int kVecs = kBlock / kWidth;               // vectors of a panel's outputs
-constexpr int kPanels = kVecs >= 4 ? 2 : 4 / kVecs;  // panels of a tile
-constexpr int kPairs = 2 * kBlock;                   // numbers of a pair of inputs
-constexpr int64_t kLine = 64;                        // bytes of a cache line
-constexpr int64_t kSpan = 256;                       // inputs of a span
-constexpr int kTokenBlock = 96;                      // tokens that go through a span together
+constexpr int kVecs = kBlock / kWidth;             // vectors of a panel's outputs
+constexpr int kPanels = kVecs >= 4 ? 2 : 4;        // panels of a tile, at most
+constexpr int kPanelsOfMany = kVecs >= 2 ? 2 : 4;  // of more than one token
+constexpr int kPairs = 2 * kBlock;                 // numbers of a pair of inputs
+constexpr int64_t kLine = 64;                      // bytes of a cache line
+constexpr int64_t kSpan = 256;                     // inputs of a span
+constexpr int kTokenBlock = 96;                    // tokens that go through a span together
 
 // Tokens of a tile: as many as leave all sums in registers.
 #if defined(__AVX512BF16__)
@@ -195,44 +196,18 @@ void span(const Tile& tile, Ahead ahead, float* totals) {
     for (int c = 0; c < P * kVecs; ++c) store(totals + t * kStride + c * kWidth, sums[t][c]);
 }
 
-template <Format F, int P>
-void span(int tokens, const Tile& tile, const Ahead& ahead, float* totals) {
-  static_assert(kTokens <= 6, "a case for each number of tokens");
-  switch (tokens) {
-    case 1:
-      return span<F, P, 1>(tile, ahead, totals);
-    case 2:
-      return span<F, P, 2>(tile, ahead, totals);
-#if defined(__AVX512F__)
-    case 3:
-      return span<F, P, 3>(tile, ahead, totals);
-    case 4:
-      return span<F, P, 4>(tile, ahead, totals);
-#endif
-#if defined(__AVX512BF16__)
-    case 5:
-      return span<F, P, 5>(tile, ahead, totals);
-    case 6:
-      return span<F, P, 6>(tile, ahead, totals);
-#endif
-  }
+// A span of as many tokens and panels as a tile has: `T` and `P` count down to them.
+template <Format F, int P, int T>
+void span_of(int tokens, const Tile& tile, const Ahead& ahead, float* totals) {
+  if (tokens == T) return span<F, P, T>(tile, ahead, totals);
+  if constexpr (T > 1) span_of<F, P, T - 1>(tokens, tile, ahead, totals);
 }
 
-template <Format F>
+template <Format F, int P = kPanels>
 void span(int panels, int tokens, const Tile& tile, const Ahead& ahead, float* totals) {
-  static_assert(kPanels == 2 || kPanels == 4, "a case for each number of panels");
-  switch (panels) {
-    case 1:
-      return span<F, 1>(tokens, tile, ahead, totals);
-    case 2:
-      return span<F, 2>(tokens, tile, ahead, totals);
-#if defined(__AVX512F__)
-    case 3:
-      return span<F, 3>(tokens, tile, ahead, totals);
-    case 4:
-      return span<F, 4>(tokens, tile, ahead, totals);
-#endif
-  }
+  constexpr int kMost = P > kPanelsOfMany ? 1 : kTokens;
+  if (panels == P) return span_of<F, P, kMost>(tokens, tile, ahead, totals);
+  if constexpr (P > 1) span<F, P - 1>(panels, tokens, tile, ahead, totals);
 }
 
 // Which panels a tile has, and where the weights lie that are wanted next (or null).
@@ -293,7 +268,8 @@ template <typename Finish>
 CLOVER_INLINE void each_tile(const Matrix& m, const Rows& x, const Part& part,
                              const Finish& finish) {
   const int64_t begin = part.first / kBlock, end = (part.last + kBlock - 1) / kBlock;
-  const int64_t wide = kPanels / m.folds, tiles = (end - begin + wide - 1) / wide;
+  const int64_t wide = (x.count > 1 ? kPanelsOfMany : kPanels) / m.folds;
+  const int64_t tiles = (end - begin + wide - 1) / wide;
   float totals[kTokenBlock * kPanels * kBlock];
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t from = begin + i * (end - begin) / tiles;

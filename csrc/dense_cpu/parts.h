@@ -28,11 +28,12 @@ void each(ThreadPool& threads, int count, const Run& run) {
       const_cast<Run*>(&run));
 }
 
-// Has threads that wait for `next` bring in what their shares of it begin with; null: nothing.
-inline void look_ahead(ThreadPool& pool, const Matrix* next) {
+// Has threads that wait for `next` bring in what their shares of it begin with, after `found`
+// blocks that are there by then; null: nothing.
+inline void look_ahead(ThreadPool& pool, const Matrix* next, int found) {
   const int64_t blocks = next ? ceil_div(next->outputs, kBlock) : 0, threads = pool.threads();
   for (int64_t p = 0; p < threads; ++p) {
-    const int64_t from = blocks * p / threads + kFoundBlocks, until = blocks * (p + 1) / threads;
+    const int64_t from = blocks * p / threads + found, until = blocks * (p + 1) / threads;
     if (from >= until) {
       pool.look_ahead(static_cast<int>(p), nullptr, nullptr);
       continue;
@@ -44,21 +45,25 @@ inline void look_ahead(ThreadPool& pool, const Matrix* next) {
 }
 
 // A part is some blocks of outputs. A thread that has done its share finds the start of its share
-// of the `next` matrix on the way.
+// of the `next` matrix on the way. Nothing is asked for beside the products of a single token,
+// where a core does little but read: its own prefetching has more lines under way than it lets a
+// program ask for.
 template <typename Run>
 void few_parts(ThreadPool& pool, const Matrix& m, const Matrix* next, const Rows& x,
                const Run& run) {
   const int64_t blocks = ceil_div(m.outputs, kBlock), threads = pool.threads();
   const bool alone = blocks * m.block() < kAloneBytes;
   const int64_t parts = alone ? 1 : std::min(blocks, threads * kPartsPerThread);
-  look_ahead(pool, next);
+  const bool asks = x.count > 1;
+  look_ahead(pool, next, asks ? kFoundBlocks : 0);
   each(pool, static_cast<int>(parts), [&](int i) {
     const int64_t first = blocks * i / parts, last = blocks * (i + 1) / parts;
     const uint8_t* ahead = m.weight + (last < blocks ? last : 0) * m.block();
     for (int64_t p = 0; next && p < threads; ++p)
       if (i + 1 == (p + 1) * parts / threads)
         ahead = next->weight + ceil_div(next->outputs, kBlock) * p / threads * next->block();
-    run(Part{first * kBlock, std::min(last * kBlock, m.outputs), ahead}, x, 0);
+    const int64_t end = std::min(last * kBlock, m.outputs);
+    run(Part{first * kBlock, end, asks ? ahead : nullptr}, x, 0);
   });
 }
 
@@ -67,7 +72,7 @@ template <typename Run>
 void many_parts(ThreadPool& pool, const Matrix& m, const Rows& x, const Run& run) {
   const int64_t across = ceil_div(ceil_div(m.outputs, kBlock), kManyBlocks);
   const int64_t down = ceil_div(x.count, kManyTokens);
-  look_ahead(pool, nullptr);
+  look_ahead(pool, nullptr, 0);
   each(pool, static_cast<int>(across * down), [&](int i) {
     const int64_t first = i % across * kManyBlocks * kBlock;
     const int64_t from = x.count * (i / across) / down, until = x.count * (i / across + 1) / down;
