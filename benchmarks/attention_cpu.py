@@ -40,6 +40,7 @@ import torch
 from _common import Row, describe_run, finish, parser, peak_flops, write
 from _paged import PagedReader, runs_of
 from _peers import KernelPeer
+from cloverinfer import _native
 from cloverinfer.attention.cpu import CpuAttention
 from cloverinfer.core.memory import private_memory
 from cloverinfer.kvcache.layout import KVSpec, PoolLayout, blocks_for
@@ -62,6 +63,8 @@ SETTLE = 0.005
 """Seconds that do not count before it: OpenMP's threads of what ran before wait awake so long."""
 GOAL = 0.9
 """Of the floor, where the KV exceeds four times the last-level cache."""
+PEAKS = (torch.float32, torch.bfloat16, torch.float16)
+"""Types that a rate of multiply-adds is known of."""
 PROBE = 256 << 20
 """Bytes that the bandwidth is measured over."""
 
@@ -360,9 +363,11 @@ def main() -> None:
         return
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
-    peaks = {t: peak_flops(args.threads, t) for t in (torch.float32, torch.bfloat16)}
-    # 16 bits of a float16 are widened: its products run at the rate of float32.
-    peaks[torch.float16] = peaks[torch.float32]
+    peaks = dict.fromkeys(PEAKS, peak_flops(args.threads, torch.float32))
+    # What is widened is multiplied at the rate of float32: float16, and bfloat16 where processors
+    # have no products of it, which PyTorch then takes seconds for.
+    if "avx512bf16" in _native.attention_isas():
+        peaks[torch.bfloat16] = peak_flops(args.threads, torch.bfloat16)
     peers = [KernelPeer(peer, args.threads) for peer in args.peer]
     reader = PagedReader.build(args.threads)
     bench = Bench(args.threads, peers, peaks, last_level_cache(), Probe(), reader, args.ours)

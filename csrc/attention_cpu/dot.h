@@ -1,11 +1,15 @@
-// Two ways of multiplying and adding up: numbers widened to floats, and pairs of bfloat16 numbers
-// by the instruction for them. Both add up in float32. Included by kernels alone.
+// Three ways of multiplying and adding up: numbers widened to floats one vector at a time, bfloat16
+// numbers widened two vectors at a time, and pairs of them by the instruction for it. All add up in
+// float32. Included by kernels alone.
 #pragma once
 
 #include "attention_cpu/tile.h"
 
 namespace clover::attention {
 namespace {
+
+// A way takes chunks of `kStep` numbers, `kPositions` rows of values at a time. Where kRun is not 0
+// the sums of a chunk lie in two vectors that take turns every kRun elements, until `settle`.
 
 // Takes what is stored as floats, and so are the queries and the weights.
 template <typename T>
@@ -14,12 +18,46 @@ struct Widened {
   using Number = float;
   using Chunk = Vec;
   static constexpr int kStep = kWidth;
-  static constexpr bool kInOrder = true;
+  static constexpr int kPositions = 1;
+  static constexpr int kRun = 0;
 
   CLOVER_HEADER_INLINE static Vec take(const T* p) { return load(p); }
   CLOVER_HEADER_INLINE static Vec take_query(const float* p) { return load(p); }
   CLOVER_HEADER_INLINE static Vec add(Vec sum, Vec a, Vec b) { return sum + a * b; }
   CLOVER_HEADER_INLINE static Vec added(Vec sum) { return sum; }
+  CLOVER_HEADER_INLINE static void spread(const T* p, Vec* v) { v[0] = load(p); }
+};
+
+// Takes two vectors of bfloat16 at a time, those at even places and those at odd ones: two
+// instructions, where two vectors in order take four. Queries lie in this order too.
+struct Halved {
+  using Stored = BFloat16;
+  using Number = float;
+  struct Chunk {
+    Vec even;
+    Vec odd;
+  };
+  static constexpr int kStep = 2 * kWidth;
+  static constexpr int kPositions = 1;
+  static constexpr int kRun = 1;
+
+  CLOVER_HEADER_INLINE static Chunk take(const BFloat16* p) {
+    UInts both;
+    __builtin_memcpy(&both, p, sizeof both);
+    return {(Vec)(both << 16), (Vec)(both & 0xffff0000u)};
+  }
+  CLOVER_HEADER_INLINE static Chunk take_query(const float* p) {
+    return {load(p), load(p + kWidth)};
+  }
+  CLOVER_HEADER_INLINE static Vec add(Vec sum, const Chunk& a, const Chunk& b) {
+    return sum + a.even * b.even + a.odd * b.odd;
+  }
+  CLOVER_HEADER_INLINE static Vec added(Vec sum) { return sum; }
+  CLOVER_HEADER_INLINE static void spread(const BFloat16* p, Vec* v) {
+    const Chunk both = take(p);
+    v[0] = both.even;
+    v[1] = both.odd;
+  }
 };
 
 // What is added up for some rows: acc[r] = acc[r] * decay[r] + sum of weights[r][i] * values[i].
@@ -34,37 +72,39 @@ struct Sums {
   float* acc;
 };
 
-// Elements [e, e + E vectors) of R rows.
-template <int R, int E, typename T>
-void add_up(const Sums<Widened<T>>& of, int e) {
+// Elements [e, e + E chunks) of R rows, by floats.
+template <int R, int E, typename K>
+void add_up(const Sums<K>& of, int e) {
   const auto& [tile, ahead, v_dim, weights, steps, decay, acc] = of;
-  Vec sums[R][E];
+  constexpr int kVectors = K::kStep / kWidth;
+  Vec sums[R][E * kVectors];
   for (int r = 0; r < R; ++r)
-    for (int j = 0; j < E; ++j) sums[r][j] = load(acc + r * v_dim + e + j * kWidth) * decay[r];
+    for (int j = 0; j < E * kVectors; ++j)
+      sums[r][j] = load(acc + r * v_dim + e + j * kWidth) * decay[r];
   for (int i = 0; i < tile.count; ++i) {
     ahead.some();
-    const T* value = tile.values[i] + e;
-    Vec v[E];
-    for (int j = 0; j < E; ++j) v[j] = load(value + j * kWidth);
+    const auto* value = tile.values[i] + e;
+    Vec v[E * kVectors];
+    for (int j = 0; j < E; ++j) K::spread(value + j * K::kStep, v + j * kVectors);
     for (int r = 0; r < R; ++r) {
       const float weight = weights[r * kTile + i];
-      for (int j = 0; j < E; ++j) sums[r][j] += weight * v[j];
+      for (int j = 0; j < E * kVectors; ++j) sums[r][j] += weight * v[j];
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int j = 0; j < E; ++j) store(acc + r * v_dim + e + j * kWidth, sums[r][j]);
+    for (int j = 0; j < E * kVectors; ++j) store(acc + r * v_dim + e + j * kWidth, sums[r][j]);
 }
 
 #if defined(__AVX512BF16__)
 
-// Two positions at a time: their values are interleaved, so that sums of 32 elements lie in two
-// vectors whose quarters take turns until `settle`.
+// Two positions at a time: their values are interleaved.
 struct Paired {
   using Stored = BFloat16;
   using Number = BFloat16;
   using Chunk = __m512bh;
   static constexpr int kStep = 2 * kWidth;
-  static constexpr bool kInOrder = false;
+  static constexpr int kPositions = 2;
+  static constexpr int kRun = 4;
 
   CLOVER_HEADER_INLINE static Chunk take(const BFloat16* p) { return (Chunk)_mm512_loadu_si512(p); }
   CLOVER_HEADER_INLINE static Chunk take_query(const BFloat16* p) { return take(p); }
@@ -109,20 +149,33 @@ void add_up(const Sums<Paired>& of, int e) {
 
 #endif
 
-#if defined(__AVX512BW__)
-
-// Brings the sums of a row, multiples of 32 elements, into their order.
-CLOVER_INLINE void settle(float* acc, int v_dim) {
-  for (int e = 0; e < v_dim; e += 2 * kWidth) {
-    const Vec low = load(acc + e), high = load(acc + e + kWidth);
-    store(acc + e,
-          CLOVER_SHUFFLE(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
-    store(acc + e + kWidth,
-          CLOVER_SHUFFLE(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
+// Brings sums of `count` elements, or numbers in the same order, into their order.
+template <int kRun>
+CLOVER_INLINE void settle(float* acc, int count) {
+  for (int e = 0; e < count; e += 2 * kWidth) {
+    float turns[2 * kWidth];
+    __builtin_memcpy(turns, acc + e, sizeof turns);
+    for (int j = 0; j < kWidth; ++j) {
+      const int at = e + j / kRun * 2 * kRun + j % kRun;
+      acc[at] = turns[j];
+      acc[at + kRun] = turns[kWidth + j];
+    }
   }
 }
 
-#endif
+// The way back.
+template <int kRun>
+CLOVER_INLINE void take_turns(float* numbers, int count) {
+  for (int e = 0; e < count; e += 2 * kWidth) {
+    float turns[2 * kWidth];
+    for (int j = 0; j < kWidth; ++j) {
+      const int at = e + j / kRun * 2 * kRun + j % kRun;
+      turns[j] = numbers[at];
+      turns[kWidth + j] = numbers[at + kRun];
+    }
+    __builtin_memcpy(numbers + e, turns, sizeof turns);
+  }
+}
 
 }  // namespace
 }  // namespace clover::attention

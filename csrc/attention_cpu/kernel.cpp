@@ -30,14 +30,11 @@ void score(int k_dim, const typename K::Number* q, const Tile<typename K::Stored
     Vec sums[R][4] = {};
     for (int d = 0; d < k_dim; d += K::kStep) {
       ahead.some();
-      const auto k0 = K::take(k[0] + d), k1 = K::take(k[1] + d);
-      const auto k2 = K::take(k[2] + d), k3 = K::take(k[3] + d);
-      for (int r = 0; r < R; ++r) {
-        const auto x = K::take_query(q + r * k_dim + d);
-        sums[r][0] = K::add(sums[r][0], x, k0);
-        sums[r][1] = K::add(sums[r][1], x, k1);
-        sums[r][2] = K::add(sums[r][2], x, k2);
-        sums[r][3] = K::add(sums[r][3], x, k3);
+      typename K::Chunk x[R];
+      for (int r = 0; r < R; ++r) x[r] = K::take_query(q + r * k_dim + d);
+      for (int j = 0; j < 4; ++j) {  // one key at a time, for few registers
+        const auto key = K::take(k[j] + d);
+        for (int r = 0; r < R; ++r) sums[r][j] = K::add(sums[r][j], x[r], key);
       }
     }
     ahead.some();
@@ -144,6 +141,12 @@ template <typename K>
 constexpr bool kSteps =
     sizeof(typename K::Number) == sizeof(int16_t) && sizeof(typename K::Stored) == 1;
 
+// Vectors of sums that registers hold for each of R rows, which are a power of two.
+constexpr int sums_of(int rows) {
+  const int most = (kMaxHeads > 2 ? 16 : 8) / (rows == 3 ? 4 : rows);
+  return most < 8 ? most : 8;
+}
+
 // Working memory of a span, all of it per row.
 template <typename K>
 struct Work {
@@ -194,7 +197,7 @@ struct AddRows {
 
   template <int R>
   [[gnu::always_inline]] void run(int r) const {
-    constexpr int kMost = (R > 2 ? 4 : 8) * kWidth / K::kStep;  // vectors that registers hold
+    constexpr int kMost = sums_of(R) * kWidth / K::kStep;
     int e = 0;
     for (; e + kMost * K::kStep <= layer.v_dim; e += kMost * K::kStep) add<R, kMost>(r, e);
     for (; e + 2 * K::kStep <= layer.v_dim; e += 2 * K::kStep) add<R, 2>(r, e);
@@ -231,7 +234,7 @@ void take_queries(const Layer& layer, const Span& span, const Work<K>& work) {
   for (int t = 0; t < span.queries; ++t) {
     const unsigned char* q = span.q + t * span.q_stride;
     if constexpr (!kSteps<K>) widen(span.q_dtype, q, token, work.q + t * token);
-#if defined(__AVX512BW__)
+#if defined(CLOVER_HAVE_WORDS)
     else
       of_type(span.q_dtype, [&](auto* type) {
         const auto* numbers = static_cast<decltype(type)>(static_cast<const void*>(q));
@@ -246,6 +249,7 @@ void take_queries(const Layer& layer, const Span& span, const Work<K>& work) {
 template <typename K>
 void begin(const Layer& layer, const Span& span, int rows, const Work<K>& work) {
   take_queries(layer, span, work);
+  if constexpr (K::kRun == 1) take_turns<K::kRun>(work.q, rows * layer.k_dim);
   for (int64_t i = 0; i < int64_t{rows} * layer.v_dim; i += kWidth) store(work.acc + i, Vec{});
   for (int r = 0; r < rows; ++r) {
     work.best[r] = -kInfinity;
@@ -257,11 +261,11 @@ void begin(const Layer& layer, const Span& span, int rows, const Work<K>& work) 
 template <typename K>
 CLOVER_INLINE void take_weights(const float* scores, int count, int r, const Work<K>& work) {
   if constexpr (kSteps<K>) {
-#if defined(__AVX512BW__)
+#if defined(CLOVER_HAVE_WORDS)
     const int whole = (count + kWidth - 1) / kWidth * kWidth;
     work.w_steps[r] = to_words(scores, whole, work.weights + r * kTile);
 #endif
-  } else if constexpr (!K::kInOrder) {
+  } else if constexpr (sizeof(typename K::Number) < sizeof(float)) {
     for (int i = 0; i < count; i += kWidth) store(work.weights + r * kTile + i, load(scores + i));
   }
 }
@@ -270,11 +274,12 @@ CLOVER_INLINE void take_weights(const float* scores, int count, int r, const Wor
 template <typename K>
 int rounds(const Layer& layer, int rows, int count) {
   const int chunks = (rows + kMaxHeads - 1) / kMaxHeads;
-  const int most = (rows > 2 ? 4 : 8) * kWidth, pair = 2 * K::kStep;  // as AddRows takes elements
+  const int most = sums_of(rows < kMaxHeads ? rows : kMaxHeads) * kWidth;  // as AddRows takes them
+  const int pair = 2 * K::kStep;
   const int left = layer.v_dim % most;
   const int parts = layer.v_dim / most + left / pair + (left % pair + K::kStep - 1) / K::kStep;
   const int scored = (count + kWidth - 1) / kWidth * (kWidth / 4);
-  const int added = K::kInOrder ? count : (count + 1) / 2;
+  const int added = (count + K::kPositions - 1) / K::kPositions;
   const int softened = rows * 2 * ((count + kWidth - 1) / kWidth);
   return chunks * (scored * ((layer.k_dim + K::kStep - 1) / K::kStep + 1) + added * parts) +
          softened;
@@ -331,10 +336,9 @@ void span_of(const Layer& layer, const Span& span, const Span* next, float* scra
                  work_in<K>(layer, span, head, scratch, partial + head * stride));
     }
   }
-#if defined(__AVX512BW__)
-  for (int head = 0; !K::kInOrder && head < span.heads; ++head)
-    for (int r = 0; r < rows; ++r) settle(partial + head * stride + r * layer.v_dim, layer.v_dim);
-#endif
+  if constexpr (K::kRun > 0)
+    for (int head = 0; head < span.heads; ++head)
+      settle<K::kRun>(partial + head * stride, rows * layer.v_dim);
 }
 
 void span(const Layer& layer, const Span& span, const Span* next, float* scratch, float* partial,
@@ -347,14 +351,16 @@ void span(const Layer& layer, const Span& span, const Span* next, float* scratch
       if (span.q_dtype == DType::kBFloat16 && layer.k_dim % 32 == 0 && layer.v_dim % 32 == 0)
         return span_of<Paired>(layer, span, next, scratch, partial, stride);
 #endif
+      if (layer.k_dim % Halved::kStep == 0 && layer.v_dim % Halved::kStep == 0)
+        return span_of<Halved>(layer, span, next, scratch, partial, stride);
       return span_of<Widened<BFloat16>>(layer, span, next, scratch, partial, stride);
     case DType::kFloat16:
       return span_of<Widened<Float16>>(layer, span, next, scratch, partial, stride);
     case DType::kInt8:
-#if defined(__AVX512BW__)
+#if defined(CLOVER_HAVE_WORDS)
       // 15 bits are more than 16-bit queries have, but not as many as float32's.
-      if (span.q_dtype != DType::kFloat32 && layer.k_dim % 32 == 0 && layer.v_dim % 32 == 0 &&
-          layer.k_dim <= kMostWordsDim)
+      if (span.q_dtype != DType::kFloat32 && layer.k_dim % Words::kStep == 0 &&
+          layer.v_dim % Words::kStep == 0 && layer.k_dim <= kMostWordsDim)
         return span_of<Words>(layer, span, next, scratch, partial, stride);
 #endif
       return span_of<Widened<Int8>>(layer, span, next, scratch, partial, stride);

@@ -256,13 +256,15 @@ def test_fused_prompts_agree_with_the_reference(
 @pytest.mark.parametrize("isa", _native.attention_isas())
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("dim", [64, 72, 80])
 def test_prompts_and_chunks_agree_with_the_reference(
-    isa: str, dtype: torch.dtype, window: int | None
+    isa: str, dtype: torch.dtype, window: int | None, dim: int
 ) -> None:
-    """A fresh prompt, a chunk over a cached prefix and a decode row in one call."""
+    """A fresh prompt, a chunk over a cached prefix and a decode row in one call; head sizes that
+    are odd and even multiples of an instruction set's vector."""
     torch.manual_seed(5)
     queries, lengths = [65, 40, 1], [65, 300, 90]
-    spec = make_spec(dtype, window=window)
+    spec = make_spec(dtype, dim, window=window)
     needed = [blocks_for(length, BLOCK) for length in lengths]
     backend = CpuAttention(2, isa)
     backend.allocate(PoolLayout((spec,), BLOCK, sum(needed)), 6)
@@ -270,11 +272,11 @@ def test_prompts_and_chunks_agree_with_the_reference(
     tables = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
     for table, own in zip(tables, order.split(needed), strict=True):
         table[: len(own)] = own
-    kv = [torch.randn(2, length, 2, 64).to(dtype) for length in lengths]
+    kv = [torch.randn(2, length, 2, dim).to(dtype) for length in lengths]
     for table, (k, v) in zip(tables, kv, strict=True):
         at = torch.arange(len(k))
         backend.append(0, k, v, table[at // BLOCK].long() * BLOCK + at % BLOCK)
-    q = torch.randn(sum(queries), 6, 64).to(dtype)
+    q = torch.randn(sum(queries), 6, dim).to(dtype)
     starts = torch.tensor([0, 65, 105, 106], dtype=torch.int32)
     o, lse = backend.attend(0, q, starts, tables, torch.tensor(lengths, dtype=torch.int32))
     backend.close()
