@@ -14,6 +14,9 @@ constexpr int64_t kMinSpan = 256;       // positions; below this merging costs m
 constexpr int64_t kSpansPerThread = 8;  // enough that the last spans finish at about one time
 constexpr int64_t kLongRun = 32 << 10;  // bytes of a block below which heads gain nothing together
 constexpr int64_t kAloneBytes = 128 << 10;  // less KV than this is done before a thread wakes up
+// Less is done alone where threads are asleep: awake, they keep cores from whoever has the next
+// turn.
+constexpr int64_t kWakingBytes = 512 << 10;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -251,7 +254,8 @@ void Attention::run(const Entry& entry, const AttendCall& call, int64_t total) {
   float* scratch = scratch_.at_least(each * threads_->threads());
   Plan plan = {this, &entry, &call, partials_.at_least(0), scratch, work, each};
   const int count = static_cast<int>(spans_.size());
-  if (total * (layer.k_dim + layer.v_dim) * dtype_bytes(layer.dtype) < kAloneBytes) {
+  const int64_t bytes = total * (layer.k_dim + layer.v_dim) * dtype_bytes(layer.dtype);
+  if (bytes < kAloneBytes) {
     for (int i = 0; i < count; ++i) run_span(plan, i, 0);
   } else {
     threads_->run(
@@ -260,7 +264,7 @@ void Attention::run(const Entry& entry, const AttendCall& call, int64_t total) {
           const Plan& plan = *static_cast<Plan*>(context);
           plan.self->run_span(plan, i, thread);
         },
-        &plan);
+        &plan, bytes < kWakingBytes ? ThreadPool::Asleep::kLeftAsleep : ThreadPool::Asleep::kWoken);
   }
   for (const Item& item : items_)
     if (item.count > 1) finish_item(plan, item, plan.partials + item.partials);

@@ -60,7 +60,7 @@ std::shared_ptr<ThreadPool> ThreadPool::shared(int threads) {
   return pool;
 }
 
-void ThreadPool::run(int count, Task task, void* context) {
+void ThreadPool::run(int count, Task task, void* context, Asleep asleep) {
   std::unique_lock<std::mutex> turn(callers_, std::try_to_lock);
   if (!turn.owns_lock() || workers_.empty() || count == 1) {
     for (int i = 0; i < count; ++i) task(context, i, 0);
@@ -73,8 +73,9 @@ void ThreadPool::run(int count, Task task, void* context) {
     shares_[i].next.store(static_cast<int>(i * count / threads()), std::memory_order_relaxed);
     shares_[i].end = static_cast<int>((i + 1) * count / threads());
   }
-  ++job_;                // opens it; pairs with is_new in await_job
-  if (sleepers_ != 0) {  // a worker counts itself before it looks at job_ for the last time
+  ++job_;  // opens it; pairs with is_new in await_job
+  // A worker counts itself before it looks at job_ for the last time.
+  if (asleep == Asleep::kWoken && sleepers_ != 0) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
     }

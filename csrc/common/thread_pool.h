@@ -31,9 +31,12 @@ class ThreadPool {
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
+  // What becomes of workers that are asleep when a job comes.
+  enum class Asleep { kWoken, kLeftAsleep };
+
   // Runs tasks 0 to `count` - 1 on the caller and the workers; returns when all are done. Tasks
   // must not throw. While another caller has the workers, this one runs its tasks alone.
-  void run(int count, Task task, void* context);
+  void run(int count, Task task, void* context, Asleep asleep = Asleep::kWoken);
 
   // Memory [from, until) that a worker brings into its second-level cache while it waits, awake,
   // for the job after the next one run: what that will read, which else begins cold. Stays until

@@ -34,6 +34,7 @@ void Layers::stage_and_send() {
     require(dense_.stage(dense_.self, step_, layer_, attended, qkv_, &failure), failure);
   }
   sent_ = true;
+  const Timer timer(&wait_seconds_);
   hop_->send(layer_);
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -361,4 +362,43 @@ def test_idle_threads_use_no_processor() -> None:
     used = time.process_time()
     time.sleep(0.6)
     assert time.process_time() - used < 0.2, "threads wait awake"
+    backend.close()
+
+
+def switches(threads: list[Path]) -> int:
+    """How often threads gave up the processor by themselves."""
+    lines = [line for thread in threads for line in (thread / "status").read_text().splitlines()]
+    return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary"))
+
+
+def asleep(threads: list[Path]) -> bool:
+    return all(
+        (thread / "stat").read_text().rpartition(")")[2].split()[0] == "S" for thread in threads
+    )
+
+
+@pytest.mark.parametrize(("length", "woken"), [(600, False), (6000, True)])
+def test_threads_asleep_are_woken_for_much_kv_alone(length: int, woken: bool) -> None:
+    """300 and 3,000 KiB of it."""
+    before = set(Path("/proc/self/task").iterdir())
+    spec = make_spec(torch.bfloat16)
+    backend = CpuAttention(5)  # a pool of its own size, and so of its own
+    backend.allocate(PoolLayout((spec,), BLOCK, blocks_for(length, BLOCK)), 4)
+    workers = sorted(set(Path("/proc/self/task").iterdir()) - before)
+    assert len(workers) == 4
+    q = torch.ones(1, 4, 64, dtype=torch.bfloat16)
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    tables = torch.arange(blocks_for(length, BLOCK), dtype=torch.int32)[None]
+    lengths = torch.tensor([length], dtype=torch.int32)
+    for _ in range(3000):  # a worker that has not yet begun to sleep
+        time.sleep(0.01)
+        if asleep(workers):
+            break
+    slept = switches(workers)
+    backend.attend(0, q, starts, tables, lengths)
+    for _ in range(3000 if woken else 10):
+        time.sleep(0.01)
+        if switches(workers) != slept:
+            break
+    assert (switches(workers) != slept) == woken
     backend.close()
