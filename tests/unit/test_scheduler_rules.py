@@ -196,8 +196,8 @@ def test_joins_carry_what_the_node_does_not_know() -> None:
     finish_step(c, "prefill-0")
     transferred(c)
     sent = c.schedule()
-    assert [name for name, _ in sent] == ["attention-0", "dense-0"]
-    attention, dense = sent[0][1], sent[1][1]
+    assert [name for name, _ in sent] == ["dense-0", "attention-0"]
+    dense, attention = sent[0][1], sent[1][1]
     assert isinstance(attention, AttentionPlan)
     assert isinstance(dense, StepPlan)
     assert (attention.rows, attention.lengths) == ([7], [7])

@@ -117,9 +117,10 @@ def sample_rows(batch: Batch, logits: torch.Tensor) -> Sampled:
     is none has an error, and any token: the others of its step must not suffer from it."""
     params = [row.sampling for row in batch.sampled]
     chosen_from = _shaped(batch, logits) if batch.special else logits
-    tokens = [int(token) for token in sample(chosen_from, params, batch.sample_positions)]
+    tokens = sample(chosen_from, params, batch.sample_positions)
     errors = {i: NONE_LEFT for i, token in enumerate(tokens) if token == NO_TOKEN}
-    tokens = [max(token, 0) for token in tokens]
+    for i in errors:
+        tokens[i] = 0
     for row, token, position in zip(batch.sampled, tokens, batch.sample_positions, strict=True):
         row.note(token, position)
     if not batch.special:

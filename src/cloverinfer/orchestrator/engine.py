@@ -314,20 +314,20 @@ class Engine:
     def _turn(self) -> None:
         """Nodes are given their next steps before anybody hears of the last ones: what follows is
         done while they compute."""
-        self._drain_commands(self.clock())
-        self._expire()
         now = self.clock()
+        self._drain_commands(now)
         plans = self._scheduler.schedule(now)
         for name, message in plans:
             self._send(name, message, now)
         self._note_plans()
         arrived = self._hand_over() if plans else []
         self._deliver(now)
-        deadline = self._scheduler.next_deadline()
-        timeout = IDLE_SECONDS if deadline is None else min(IDLE_SECONDS, deadline - now)
-        if self._commands or arrived:
-            timeout = 0.0
-        for message in itertools.chain(arrived, self.cluster.poll(max(0.0, timeout))):
+        self._take(arrived)
+        patience = self._expire()
+        self._take(self.cluster.poll(0.0 if arrived or self._commands else patience))
+
+    def _take(self, messages: Sequence[Message]) -> None:
+        for message in messages:
             self._on_message(message, self.clock())
 
     def _hand_over(self) -> list[Message]:
@@ -335,16 +335,24 @@ class Engine:
         not give it up before everybody has heard. Returns what arrived meanwhile."""
         return self.cluster.poll(HANDOVER_SECONDS) if self._nodes_are_threads else []
 
-    def _expire(self) -> None:
-        """What has arrived is read before anything is found to be late: a process that was stopped
-        for a while finds its deadlines past, and the answers waiting."""
+    def _expire(self) -> float:
+        """Ends what is late, and returns the seconds until there is anything to be done again. What
+        has arrived is read before anything is found to be late: a process that was stopped for a
+        while finds its deadlines past, and the answers waiting."""
+        now = self.clock()
+        if self._desk.is_late(now):
+            self._expire_grammars(now)
+            return 0.0
         due = self._scheduler.next_deadline()
-        if due is not None and due <= self.clock():
-            for message in self.cluster.poll(CATCH_UP_SECONDS):
-                self._on_message(message, self.clock())
+        if due is None or due > now:
+            return IDLE_SECONDS if due is None else min(IDLE_SECONDS, due - now)
+        self._take(self.cluster.poll(CATCH_UP_SECONDS))
         now = self.clock()
         for hung in self._scheduler.expire(now):
             self._give_up(hung.name, hung.reason, now)
+        return 0.0
+
+    def _expire_grammars(self, now: float) -> None:
         for name in self._desk.late(now):
             self._scheduler.suspect(name, now)
         self._release(self._desk.expired(now), now)

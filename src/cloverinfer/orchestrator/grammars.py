@@ -84,6 +84,10 @@ class GrammarDesk:
             pending.nodes.discard(name)
         return [live for key in list(self._pending) for live in self._compiled(key)], None
 
+    def is_late(self, now: float) -> bool:
+        """Whether a node did not answer in time."""
+        return any(pending.deadline <= now for pending in self._pending.values())
+
     def late(self, now: float) -> set[str]:
         """Nodes that did not answer in time."""
         late = [pending for pending in self._pending.values() if pending.deadline <= now]

@@ -38,8 +38,6 @@ class PlanWriter:
         blocks: list[tuple[int, list[int]]] = []
         for row in rows:
             self._introduce(node, row.seat, joins, blocks)
-        if node.role == "dense":
-            self._plan_attention(lane, rows)
         plan = StepPlan(
             lane=lane.index,
             step=step,
@@ -52,6 +50,8 @@ class PlanWriter:
             blocks=blocks,
         )
         self._state.send(node, plan)
+        if node.role == "dense":  # whose first stage runs while attention nodes read theirs
+            self._plan_attention(lane, rows)
         record = StepRecord(
             time=now,
             node=node.name,

@@ -73,7 +73,8 @@ class Scheduler:
         for one ahead where lanes take that; promises and cancellations of transfers, writers to
         fence, and probes."""
         state = self._state
-        self._faults.fail_stranded(now)
+        if state.waiting:  # others were told when the role was lost
+            self._faults.fail_stranded(now)
         self._admission.place_ready(now)
         self._planner.make_room(now)
         self._admission.admit()
