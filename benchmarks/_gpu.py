@@ -151,9 +151,7 @@ class Vllm:
 @contextlib.contextmanager
 def vllm(shape: dict[str, Any], given: argparse.Namespace, more_tokens: int) -> Iterator[Vllm]:
     """The one of ``--peer``, with the limits of ``limits_of``; ours is not on the GPU meanwhile."""
-    name, _, python = given.peer.partition("=")
-    if name != "vllm" or not python:
-        raise SystemExit(f"--peer {given.peer}: want vllm=PYTHON")
+    python = given.peer.removeprefix("vllm=")
     torch.cuda.empty_cache()
     with _shape_folder(shape) as folder:
         settings = {
@@ -161,9 +159,8 @@ def vllm(shape: dict[str, Any], given: argparse.Namespace, more_tokens: int) -> 
             "load_format": "dummy",
             "dtype": "bfloat16",
             "quantization": given.quantization,
-            **limits_of(given, more_tokens),
+            **_lengths_of(given, more_tokens),
         }
-        del settings["executor"]
         process = PeerProcess("vLLM", python, "_peer_vllm_gpu.py")
         try:
             began = time.perf_counter()
@@ -224,6 +221,8 @@ def parse_flags(made: argparse.ArgumentParser) -> argparse.Namespace:
     given = made.parse_args()
     if missing():
         raise SystemExit(f"nothing measured: {missing()}")
+    if given.peer and not given.peer.startswith("vllm="):
+        made.error(f"--peer {given.peer}: want vllm=PYTHON")
     if given.quick:
         given.rows, given.repeat = given.rows[:1], 1
     return given
@@ -231,11 +230,15 @@ def parse_flags(made: argparse.ArgumentParser) -> argparse.Namespace:
 
 def limits_of(given: argparse.Namespace, more_tokens: int) -> dict[str, Any]:
     """Fields of the engine: room for all rows at once, and for so many tokens past a prompt."""
+    return {**_lengths_of(given, more_tokens), "executor": given.executor}
+
+
+def _lengths_of(given: argparse.Namespace, more_tokens: int) -> dict[str, Any]:
+    """As ours and vLLM's engines call them."""
     return {
         "max_num_seqs": max(batch for batch, _ in given.rows),
         "max_num_batched_tokens": given.budget,
         "max_model_len": max(prompt for _, prompt in given.rows) + more_tokens,
-        "executor": given.executor,
     }
 
 

@@ -76,11 +76,12 @@ def main() -> None:
     made = flags(__doc__, ROWS, repeat=1)
     made.add_argument("--tokens", type=int, default=128, help="timed output tokens")
     given = parse_flags(made)
+    longest = max(given.tokens, 17 + PROFILED if given.profile else 0)
     speeds = measure_speeds()
     print(f"read {speeds.read / 1e12:.2f} TB/s, products {speeds.products / 1e12:.0f} TFLOP/s")
     lines, rows = [*HEAD], []
     cost = cost_of(LLAMA_8B, given.quantization)
-    with engine(LLAMA_8B, given.quantization, **limits_of(given, given.tokens + 64)) as llm:
+    with engine(LLAMA_8B, given.quantization, **limits_of(given, longest + 64)) as llm:
         llm.generate(random_prompts(2, 300, 1000, 0), greedy(8))
         for i, (batch, prompt) in enumerate(given.rows):
             runs = [

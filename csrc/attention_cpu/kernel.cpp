@@ -141,7 +141,7 @@ template <typename K>
 constexpr bool kSteps =
     sizeof(typename K::Number) == sizeof(int16_t) && sizeof(typename K::Stored) == 1;
 
-// Vectors of sums that registers hold for each of R rows, which are a power of two.
+// Vectors of sums that registers hold for each of so many rows; a power of two.
 constexpr int sums_of(int rows) {
   const int most = (kMaxHeads > 2 ? 16 : 8) / (rows == 3 ? 4 : rows);
   return most < 8 ? most : 8;

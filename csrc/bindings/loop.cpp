@@ -205,7 +205,7 @@ void bind_loop(py::module_& m) {
       .def("restart", &loop::Layers::restart, py::arg("notice"))
       .def_property_readonly("layer", &loop::Layers::layer)
       .def_property_readonly("dense_seconds", &loop::Layers::dense_seconds)
-      .def_property_readonly("wait_seconds", &loop::Layers::wait_seconds);
+      .def_property_readonly("hop_seconds", &loop::Layers::hop_seconds);
 }
 
 }  // namespace clover

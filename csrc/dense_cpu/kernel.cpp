@@ -3,9 +3,10 @@
 // A tile is a few panels by a few tokens, whose sums stay in registers: every vector of weights
 // that is loaded serves all of the tile's tokens, every pair of inputs all of its panels. Inputs
 // are gone through in spans, so that a span's weights come from memory with its first tokens and
-// from the cache after that. The next tile's are asked for meanwhile in order of address, so that
-// reading and multiplying overlap. Quantised weights are multiplied as whole numbers, exactly, with
-// rows as whole numbers; a group's sums become float32 with the scales of both.
+// from the cache after that. Beside more than one token the next tile's are asked for meanwhile in
+// order of address, so that reading and multiplying overlap. Quantised weights are multiplied as
+// whole numbers, exactly, with rows as whole numbers; a group's sums become float32 with the scales
+// of both.
 //
 // Nothing from the standard library with external linkage may be used here: the linker would keep
 // one copy of it, perhaps the one that only newer processors can run.

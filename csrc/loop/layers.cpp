@@ -9,7 +9,7 @@ Outcome Layers::run(int64_t timeout_ns) {
     if (!sent_) stage_and_send();
     Outcome outcome;
     {
-      const Timer timer(&wait_seconds_);
+      const Timer timer(&hop_seconds_);
       outcome = hop_->wait(layer_, timeout_ns);
     }
     if (outcome != Outcome::kDone || layer_ + 1 == dense_.layers) return outcome;
@@ -22,7 +22,7 @@ void Layers::restart(uint32_t notice) {
   hop_->restart(notice);
   layer_ = 0;
   sent_ = false;
-  dense_seconds_ = wait_seconds_ = 0.0;
+  dense_seconds_ = hop_seconds_ = 0.0;
 }
 
 void Layers::stage_and_send() {
@@ -34,7 +34,7 @@ void Layers::stage_and_send() {
     require(dense_.stage(dense_.self, step_, layer_, attended, qkv_, &failure), failure);
   }
   sent_ = true;
-  const Timer timer(&wait_seconds_);
+  const Timer timer(&hop_seconds_);
   hop_->send(layer_);
 }
 

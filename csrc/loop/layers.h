@@ -25,7 +25,7 @@ class Layers {
   // The layer whose hop is under way, or is to be done by the caller.
   int layer() const { return layer_; }
   double dense_seconds() const { return dense_seconds_; }
-  double wait_seconds() const { return wait_seconds_; }
+  double hop_seconds() const { return hop_seconds_; }
 
  private:
   void stage_and_send();
@@ -38,7 +38,7 @@ class Layers {
   int layer_ = 0;
   bool sent_ = false;
   double dense_seconds_ = 0.0;
-  double wait_seconds_ = 0.0;
+  double hop_seconds_ = 0.0;
 };
 
 }  // namespace clover::loop

@@ -205,11 +205,11 @@ def test_rotation_into_the_pool(dtype: torch.dtype, stored: str, dim: int, norme
 )
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("count", [1, 3, 20])
-def test_attending_while_a_rotation_appends(
+def test_attending_right_after_a_rotation_appended(
     dtype: torch.dtype, stored: str, dim: int, count: int
 ) -> None:
-    """To the bit what attending later gives: older keys are read meanwhile, and no newer ones,
-    whose places hold NaN before."""
+    """To the bit what attending later gives: no key is read before it is appended, where its place
+    holds NaN."""
     torch.manual_seed(dim)
     lengths = [1, 15, 16, 17, 31, 32, 33, 48, 49, 300, 1000]
     counts = [min(count, length) for length in lengths]

@@ -12,6 +12,7 @@ from cloverinfer import LLM, ModelConfig, SamplingParams, _native
 from cloverinfer.attention.cpu import CpuAttention
 from cloverinfer.core.errors import CloverError
 from cloverinfer.nodes import forward
+from cloverinfer.nodes.answers import Answers
 from cloverinfer.nodes.attention import AttentionNode
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -80,8 +81,11 @@ def test_the_same_bits_as_layer_by_layer(models, monkeypatch, family, topology):
     assert all(torch.equal(a, b) for a, b in zip(same, logits, strict=True))
     steps = 2 * (GREEDY.max_tokens - 2)  # at least, of decode rows alone
     node = rows[{"colocated": "colocated-0", "pd": "decode-0", "pda": "dense-0"}[topology]]
-    assert node["native_layers"] >= 3 * steps
-    if topology == "pda":
+    if topology != "pda":
+        assert node["native_layers"] >= 3 * steps
+    else:
+        # A step whose plan came late to the attention node went layer by layer.
+        assert node["native_layers"] > 20
         attention = rows["attention-0"]
         assert attention["native_layers"] == node["native_layers"]
         assert attention["steps"] == node["steps"]
@@ -111,7 +115,7 @@ def test_the_same_tokens_over_every_wire_that_offers_a_way(models, wanted, field
     assert min(layers.values()) > 20
     if "num_attention_nodes" not in fields:
         assert total(rows, "dense", "steps") == total(rows, "attention", "steps")
-        assert total(rows, "dense", "bytes_in") == total(rows, "attention", "bytes_out") > 0
+    assert total(rows, "dense", "bytes_in") == total(rows, "attention", "bytes_out") > 0
 
 
 def test_neither_end_of_a_hop_over_shm_computes_in_python(models, wanted, monkeypatch):
@@ -128,8 +132,28 @@ def test_neither_end_of_a_hop_over_shm_computes_in_python(models, wanted, monkey
         rows = rows_of(llm)
     assert rows["attention-0"]["attention_seconds"] > 0
     assert rows["attention-0"]["native_layers"] + len(calls) == 3 * rows["dense-0"]["steps"]
-    # Only a dense node that has waited for half a second in vain, or was interrupted, does so.
-    assert len(calls) < rows["attention-0"]["native_layers"] / 2
+    # But of a first step, for which the way back may not be open yet.
+    assert len({step for step, _ in calls}) <= 1
+
+
+def test_steps_that_are_not_answered_natively_are_told_by_the_node(models, wanted, monkeypatch):
+    """Every third one over shm: nothing is told twice, or not at all."""
+    whole, begun = Answers.begin, []
+
+    def begin(self, *args):
+        begun.append(args)
+        if len(begun) % 3:
+            whole(self, *args)
+
+    monkeypatch.setattr(Answers, "begin", begin)
+    with LLM(models("llama"), **(POOL | {"topology": "pda", "transport": "shm"})) as llm:
+        assert [done.token_ids for done in llm.generate(PROMPTS, GREEDY)] == wanted
+        check_idle(llm)
+        rows = rows_of(llm)
+    dense, attention = rows["dense-0"], rows["attention-0"]
+    assert attention["steps"] == dense["steps"]
+    assert attention["bytes_out"] == dense["bytes_in"] > 0
+    assert 0 < attention["native_layers"] <= 3 * (len(begun) - len(begun) // 3)
 
 
 def test_several_wavefronts_go_layer_by_layer_on_the_dense_node(models):

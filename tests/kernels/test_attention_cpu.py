@@ -394,6 +394,8 @@ def test_threads_asleep_are_woken_for_much_kv_alone(length: int, woken: bool) ->
         time.sleep(0.01)
         if asleep(workers):
             break
+    else:
+        pytest.fail("the workers do not sleep")
     slept = switches(workers)
     backend.attend(0, q, starts, tables, lengths)
     for _ in range(3000 if woken else 10):

@@ -50,7 +50,7 @@ from .pool import Pool
 from .stored import stored_dtype
 
 log = logging.getLogger(__name__)
-WIRE_VERSION = "1"
+WIRE_VERSION = "2"
 POLL_SECONDS = 0.5
 """How long a poll may wait; only bounds how soon ``stop`` from another thread is seen."""
 HOST_POOL_GIB = 1.0

@@ -315,7 +315,7 @@ class DecodeDenseNode(Node):
         for segment in lane.segments:
             home = self._homes[segment.home]
             notice, layers, seconds = self._in.take_told(self._in_region, home, plan.lane)
-            if layers == self.half.num_layers and notice == pack_hop(plan.lane, plan.step, 0):
+            if layers >= self.half.num_layers and notice == pack_hop(plan.lane, plan.step, 0):
                 self._note_attended(lane, segment, seconds)
 
     def _note_attended(self, lane: _Lane, segment: _Segment, seconds: float) -> None:
@@ -371,12 +371,14 @@ class DecodeDenseNode(Node):
     def _hop(self, lane: _Lane) -> None:
         lane.waiting = {segment.home for segment in lane.segments}
         lane.stats.barriers += 1
+        started = time.perf_counter()
         for segment in lane.segments:
             try:
                 self._put(lane, segment)
             except TransportError as problem:
                 self.reconnect(segment.home)
                 self._lost(lane, segment.home, str(problem))
+        lane.stats.barrier += time.perf_counter() - started
 
     def _put(self, lane: _Lane, segment: _Segment) -> None:
         stats, plan = lane.stats, lane.plan

@@ -153,16 +153,17 @@ class DeviceShaping:
     def _recall(self, batch: Batch) -> None:
         """Writes what the device does not know of rows that it will shape."""
         late = [
-            (seat, row.tokens, row.shaper, position)
-            for seat, row, position in zip(
-                sampled_seats(batch), batch.sampled, batch.sample_positions, strict=True
+            (i, row.tokens, row.shaper, position)
+            for i, (row, position) in enumerate(
+                zip(batch.sampled, batch.sample_positions, strict=True)
             )
             if row.shaper is not None
             and row.last_at != position - 1
             and recalls(row.shaper.shaping)
         ]
         if late:
-            self._write(late)
+            seats_s = sampled_seats(batch)
+            self._write([(seats_s[i], *rest) for i, *rest in late])
 
     def _write(self, late: Sequence[tuple[np.int64, list[int], Shaper, int]]) -> None:
         """By seat, what each was told and has said, its shaper, and how much of it counts."""

@@ -79,8 +79,9 @@ _TOLD = struct.Struct("=IId")
 
 class HopBuffer:
     """A region as ``[peers][lanes][max_rows]`` rows; one peer where it is a local source. Behind
-    the rows it has a record for each peer and lane, ``[peers][lanes]``: what the peer did for the
-    lane's last step, where it answered all layers without Python.
+    the rows it has a record for each peer and lane, ``[peers][lanes]``, of which only a dense node's
+    buffer of output makes use: what the peer did for the lane's last step, where it answered all
+    layers without Python.
     """
 
     def __init__(self, shape: HopShape, back: bool, peers: int, lanes: int, max_rows: int) -> None:

@@ -102,7 +102,7 @@ class StepLoop:
     def account(self, stats: StepStats, layers: int) -> None:
         """Adds the time of what the loop did; it made ``layers`` hops."""
         stats.dense += self.loop.dense_seconds
-        stats.barrier += self.loop.wait_seconds
+        stats.barrier += self.loop.hop_seconds
         stats.barriers += layers
         stats.attention_calls += layers * len(self.homes)
         stats.native_layers += layers

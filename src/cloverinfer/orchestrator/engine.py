@@ -340,22 +340,17 @@ class Engine:
         has arrived is read before anything is found to be late: a process that was stopped for a
         while finds its deadlines past, and the answers waiting."""
         now = self.clock()
-        if self._desk.is_late(now):
-            self._expire_grammars(now)
-            return 0.0
         due = self._scheduler.next_deadline()
-        if due is None or due > now:
+        if (due is None or due > now) and not self._desk.is_late(now):
             return IDLE_SECONDS if due is None else min(IDLE_SECONDS, due - now)
         self._take(self.cluster.poll(CATCH_UP_SECONDS))
         now = self.clock()
         for hung in self._scheduler.expire(now):
             self._give_up(hung.name, hung.reason, now)
-        return 0.0
-
-    def _expire_grammars(self, now: float) -> None:
         for name in self._desk.late(now):
             self._scheduler.suspect(name, now)
         self._release(self._desk.expired(now), now)
+        return 0.0
 
     def _note_plans(self) -> None:
         """Keeps what each step was like until its result comes."""

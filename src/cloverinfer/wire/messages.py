@@ -264,7 +264,7 @@ class StepStats(msgspec.Struct, array_like=True):
     attention_calls: int = 0
     """Layer calls to local attention, or hops to attention nodes."""
     barrier: float = 0.0
-    """Waiting for attention nodes."""
+    """Sending hops to attention nodes and waiting for them."""
     barriers: int = 0
     """Times it waited for them."""
     push: float = 0.0
