@@ -79,8 +79,8 @@ _TOLD = struct.Struct("=IId")
 
 class HopBuffer:
     """A region as ``[peers][lanes][max_rows]`` rows; one peer where it is a local source. Behind
-    the rows it has a record for each peer and lane, ``[peers][lanes]``, of which only a dense node's
-    buffer of output makes use: what the peer did for the lane's last step, where it answered all
+    the rows it has a record for each peer and lane, ``[peers][lanes]``, which only a dense node's
+    buffer of output makes use of: what the peer did for the lane's last step, where it answered all
     layers without Python.
     """
 
