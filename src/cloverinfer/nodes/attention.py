@@ -180,7 +180,7 @@ class AttentionNode(Node):
         if step is None or step.plan.step & STEP_MASK != event.step:
             self._early[key] = event  # its plan is still on the way
         else:
-            self._serve(key, step, event.layer)
+            self._take_hop(key, step, event.layer)
 
     def _begin(self, plan: AttentionPlan) -> None:
         key = (plan.source, plan.lane)
@@ -195,7 +195,7 @@ class AttentionNode(Node):
             return
         early = self._early.pop(key, None)
         if early is not None and early.step == plan.step & STEP_MASK:
-            self._serve(key, step, early.layer)
+            self._take_hop(key, step, early.layer)
 
     def _make_step(self, plan: AttentionPlan) -> _Step:
         if self.copies.apart or len(plan.rows) > FEW_ROWS:
@@ -285,7 +285,7 @@ class AttentionNode(Node):
             step.native_calls += calls
             step.seconds += seconds
 
-    def _serve(self, key: LaneKey, step: _Step, layer: int) -> None:
+    def _take_hop(self, key: LaneKey, step: _Step, layer: int) -> None:
         """Answers one hop that did not go without Python all the way."""
         if self._answers is None or not self._answers.answer(step.hops, layer):
             self._take_over(step)

@@ -17,6 +17,9 @@ from ..models.base import QKV
 from ..transport import Region, RegionRef, Slices
 from .copies import NOW, Copies, Moment
 
+_TOLD = struct.Struct("=IId")
+"""A record of what was done of a step, as native code writes it: notice, layers, seconds."""
+
 
 class HopShape:
     """Elements of a row, there and back; the widest layer decides the stride."""
@@ -72,9 +75,6 @@ class HopRows:
             rows[:, q_end:k_end].unflatten(1, (kv_heads, spec.k_dim)),
             rows[:, k_end:v_end].unflatten(1, (kv_heads, spec.v_dim)),
         )
-
-
-_TOLD = struct.Struct("=IId")
 
 
 class HopBuffer:
