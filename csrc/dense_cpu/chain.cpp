@@ -144,8 +144,8 @@ void Chain::multiply(size_t index, const int64_t* weights, int tokens) {
     if (one.operands.size() <= i) return SomeRows{nullptr, 0};
     return SomeRows{at(one.operands[i], 0), places_[one.operands[i].buffer].stride};
   };
-  multiply_rows({kernels_, threads_.get(), &sums_}, {matrix(one, weights), next}, tokens, rows(1),
-                rows(2), rows(0));
+  multiply_rows({kernels_, threads_.get(), &sums_, &wide_}, {matrix(one, weights), next}, tokens,
+                rows(1), rows(2), rows(0));
 }
 
 void Chain::each_row(const Instruction& one, const int64_t* weights, int64_t token) {

@@ -87,6 +87,7 @@ class Chain {
   std::mutex mutex_;  // of what follows
   std::vector<std::vector<uint16_t>> scratch_;
   std::vector<float> sums_;
+  std::vector<float> wide_;
   std::vector<Place> places_;
 };
 

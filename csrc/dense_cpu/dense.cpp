@@ -63,7 +63,9 @@ void Dense::add_layer(Layer layer) {
 
 // `data`'s rows as `m` needs them.
 Rows Dense::rows(const Matrix& m, const uint16_t* data, int64_t stride, int tokens) {
-  if (m.format == Format::kBFloat16) return {data, stride, tokens, 0, nullptr, nullptr};
+  if (m.format == Format::kBFloat16)
+    return rows_for(*kernels_, *threads_, {data, stride, tokens, 0, nullptr, nullptr}, m.inputs,
+                    wide_);
   const int64_t groups = m.groups();
   each_token(tokens, [&](int t) {
     kernels_->encode(data + t * stride, m.inputs, codes_.data() + t * groups * kGroup,

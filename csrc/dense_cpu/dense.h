@@ -108,6 +108,7 @@ class Dense {
   std::vector<uint16_t> codes_;
   std::vector<float> scales_;
   std::vector<float> sums_;
+  std::vector<float> wide_;  // rows in float32, where bfloat16 weights need it
 };
 
 }  // namespace clover::dense

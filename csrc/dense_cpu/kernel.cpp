@@ -8,6 +8,10 @@
 // whole numbers, exactly, with rows as whole numbers; a group's sums become float32 with the scales
 // of both.
 //
+// With AVX2, where every number has to be widened, more than a few tokens come as float32: a tile
+// of one panel then widens a vector of weights for five products, beside them, and nothing else.
+// The sums are the same to the bit, since each takes the same products in the same order.
+//
 // Nothing from the standard library with external linkage may be used here: the linker would keep
 // one copy of it, perhaps the one that only newer processors can run.
 #include "dense_cpu/kernel.h"
@@ -39,6 +43,20 @@ constexpr int kTokens = 4;
 constexpr int kTokens = 2;
 #endif
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kWideFrom = 3;
+#else
+constexpr int kWideFrom = 0;
+#endif
+constexpr int kWideTokens = 5;  // of a tile of one panel
+
+// The first or the second number of each pair.
+CLOVER_INLINE Vec load_half(const uint16_t* p, bool odd) {
+  UInts both;
+  __builtin_memcpy(&both, p, sizeof both);
+  return odd ? (Vec)(both & 0xffff0000u) : (Vec)(both << 16);
+}
+
 // Pairs of bfloat16 numbers, a lane each, ready to be multiplied.
 #if defined(__AVX512BF16__)
 typedef __m512bh Pairs;
@@ -61,9 +79,7 @@ struct Pairs {
 };
 
 CLOVER_INLINE Pairs load_pairs(const uint16_t* p) {
-  UInts both;
-  __builtin_memcpy(&both, p, sizeof both);
-  return {(Vec)(both << 16), (Vec)(both & 0xffff0000u)};
+  return {load_half(p, false), load_half(p, true)};
 }
 
 CLOVER_INLINE Vec dot(Vec sum, Pairs a, Pairs b) {
@@ -211,6 +227,40 @@ void span(int panels, int tokens, const Tile& tile, const Ahead& ahead, float* t
   if constexpr (P > 1) span<F, P - 1>(panels, tokens, tile, ahead, totals);
 }
 
+// totals[t][o] += the products of a span of one panel with T rows in float32.
+template <int T>
+void wide_span(const uint16_t* panel, int64_t inputs, const Rows& x, Ahead ahead, float* totals) {
+  constexpr int kStride = kPanels * kBlock;
+  Vec sums[T][kVecs];
+  for (int t = 0; t < T; ++t)
+    for (int c = 0; c < kVecs; ++c) sums[t][c] = load(totals + t * kStride + c * kWidth);
+  for (int64_t k = 0; k < inputs; k += 2) {
+    ask(ahead);
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; ++odd) {
+      Vec w[kVecs];
+#pragma GCC unroll 8
+      for (int c = 0; c < kVecs; ++c) w[c] = load_half(panel + k * kBlock + c * 2 * kWidth, odd);
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t) {
+        const Vec v = splat(x.wide[t * x.stride + k + odd]);
+#pragma GCC unroll 8
+        for (int c = 0; c < kVecs; ++c) sums[t][c] += w[c] * v;
+      }
+    }
+  }
+  for (int t = 0; t < T; ++t)
+    for (int c = 0; c < kVecs; ++c) store(totals + t * kStride + c * kWidth, sums[t][c]);
+}
+
+// As many tokens as such a tile has: `T` counts down to them.
+template <int T = kWideTokens>
+void wide_span_of(int tokens, const uint16_t* panel, int64_t inputs, const Rows& x,
+                  const Ahead& ahead, float* totals) {
+  if (tokens == T) return wide_span<T>(panel, inputs, x, ahead, totals);
+  if constexpr (T > 1) wide_span_of<T - 1>(tokens, panel, inputs, x, ahead, totals);
+}
+
 // Which panels a tile has, and where the weights lie that are wanted next (or null).
 struct Panels {
   const uint8_t* at[kPanels];
@@ -218,23 +268,46 @@ struct Panels {
   const uint8_t* ahead;
 };
 
+// Part `i` of `count` of the `bytes` at `ahead` (null: nothing), to be asked for in `times` times.
+CLOVER_INLINE Ahead share_of(const uint8_t* ahead, int64_t bytes, int i, int count, int64_t times) {
+  if (!ahead) return {nullptr, nullptr, 0};
+  const int64_t lines = (bytes + kLine - 1) / kLine, share = (lines + count - 1) / count;
+  const int64_t last = (i + 1) * share < lines ? (i + 1) * share : lines;
+  return {ahead + i * share * kLine, ahead + last * kLine,
+          static_cast<int>((share + times - 1) / times)};
+}
+
 // One span for all of `x`'s tokens, a tile's at a time; each asks for its share of what is ahead.
 template <Format F>
 void span_of_rows(const Panels& panels, Tile tile, const Rows& x, const uint8_t* ahead,
                   float* totals) {
   constexpr int64_t kUnit = F == Format::kBFloat16 ? 2 : 4;  // inputs between two times of asking
   const int groups = static_cast<int>((x.count + kTokens - 1) / kTokens);
-  const int64_t times = tile.inputs / kUnit;
-  const int64_t lines = (panels.count * panel_bytes(F, tile.inputs) + kLine - 1) / kLine;
-  const int64_t share = ahead ? (lines + groups - 1) / groups : 0;
+  const int64_t bytes = panels.count * panel_bytes(F, tile.inputs);
   for (int g = 0; g < groups; ++g) {
     const int64_t from = g * x.count / groups;
     tile.x = x.from(from);
-    const int64_t last = (g + 1) * share < lines ? (g + 1) * share : lines;
-    const Ahead asked = {ahead + g * share * kLine, ahead + last * kLine,
-                         static_cast<int>((share + times - 1) / times)};
+    const Ahead asked = share_of(ahead, bytes, g, groups, tile.inputs / kUnit);
     const int tokens = static_cast<int>((g + 1) * x.count / groups - from);
     span<F>(panels.count, tokens, tile, asked, totals + from * kPanels * kBlock);
+  }
+}
+
+// The same for rows in float32, a panel at a time, whose span stays in the first-level cache.
+void span_of_wide_rows(const Panels& panels, const Tile& tile, const Rows& x, const uint8_t* ahead,
+                       float* totals) {
+  const int groups = static_cast<int>((x.count + kWideTokens - 1) / kWideTokens);
+  const int64_t bytes = panels.count * panel_bytes(Format::kBFloat16, tile.inputs);
+  for (int p = 0; p < panels.count; ++p) {
+    const uint16_t* panel = reinterpret_cast<const uint16_t*>(tile.panels[p]);
+    for (int g = 0; g < groups; ++g) {
+      const int64_t from = g * x.count / groups;
+      const Ahead asked =
+          share_of(ahead, bytes, p * groups + g, panels.count * groups, tile.inputs / 2);
+      const int tokens = static_cast<int>((g + 1) * x.count / groups - from);
+      wide_span_of(tokens, panel, tile.inputs, x.from(from), asked,
+                   totals + from * kPanels * kBlock + p * kBlock);
+    }
   }
 }
 
@@ -243,13 +316,16 @@ template <Format F>
 void multiply(const Matrix& m, const Panels& panels, const Rows& x, float* totals) {
   __builtin_memset(totals, 0, x.count * kPanels * kBlock * sizeof *totals);
   const int64_t inputs = round_up(m.inputs, F == Format::kBFloat16 ? 2 : kGroup);
-  const int64_t step = x.count > kTokens ? kSpan : inputs;
+  const int64_t step = x.wide || x.count > kTokens ? kSpan : inputs;
   for (int64_t k = 0; k < inputs; k += step) {
     Tile tile;
     for (int p = 0; p < panels.count; ++p) tile.panels[p] = panels.at[p] + panel_bytes(F, k);
     tile.inputs = inputs - k < step ? inputs - k : step;
     const uint8_t* ahead = panels.ahead ? panels.ahead + panels.count * panel_bytes(F, k) : nullptr;
-    span_of_rows<F>(panels, tile, x.at_input(k), ahead, totals);
+    if (F == Format::kBFloat16 && kWideFrom && x.wide)
+      span_of_wide_rows(panels, tile, x.at_input(k), ahead, totals);
+    else
+      span_of_rows<F>(panels, tile, x.at_input(k), ahead, totals);
   }
 }
 
@@ -416,6 +492,7 @@ void rotate(const float* x, const uint16_t* weight, float eps, const uint16_t* c
 extern const RowKernels row_kernels;
 extern const Kernels kernels;
 const Kernels kernels = {CLOVER_STRING(CLOVER_ISA),
+                         kWideFrom,
                          project,
                          gate_up,
                          encode_row,

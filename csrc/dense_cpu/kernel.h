@@ -14,7 +14,8 @@
 //             a pair of inputs, the high halves those of the next pair.
 // Inputs are filled up with zeros to whole pairs or groups.
 //
-// Over quantised weights rows are codes too: 16 bits each and a scale for each kGroup inputs.
+// Over quantised weights rows are codes too: 16 bits each and a scale for each kGroup inputs. Over
+// bfloat16 weights many rows are float32 where the processor multiplies only that (`wide_from`).
 #pragma once
 
 #include <cstdint>
@@ -61,15 +62,22 @@ struct Rows {
   int64_t groups;       // of a row; 0: bfloat16
   const float* scales;  // [count, groups]
   const float* sums;
+  const float* wide = nullptr;  // the same numbers in float32, `stride` apart: `data` is not read
 
   // Inlined always, so that no object lends its code to those for other processors.
   [[gnu::always_inline]] Rows from(int64_t row) const {
-    return {data + row * stride, stride, count - row, groups, scales + row * groups,
-            sums + row * groups};
+    return {data + row * stride,
+            stride,
+            count - row,
+            groups,
+            scales + row * groups,
+            sums + row * groups,
+            wide ? wide + row * stride : nullptr};
   }
   [[gnu::always_inline]] Rows at_input(int64_t k) const {
     const int64_t group = groups ? k / kGroup : 0;
-    return {data + k, stride, count, groups, scales + group, sums + group};
+    return {
+        data + k, stride, count, groups, scales + group, sums + group, wide ? wide + k : nullptr};
   }
 };
 
@@ -84,6 +92,9 @@ struct Part {
 
 struct Kernels {
   const char* name;
+  // Over bfloat16 weights so many rows or more are multiplied in float32, and must be `wide`; 0:
+  // any number as they are.
+  int wide_from;
   // y[t, o] = product + bias + residual[t, o]; residual may be null, or y itself.
   void (*project)(const Matrix& m, const Rows& x, const Part& part, const float* residual, float* y,
                   int64_t y_stride);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "common/thread_pool.h"
 #include "dense_cpu/kernel.h"
@@ -15,6 +16,7 @@ constexpr int kMany = 64;               // from here on tokens are split too
 constexpr int kManyTokens = 96;         // of a part
 constexpr int kManyBlocks = 4;          // of a part's outputs
 constexpr int64_t kAloneBytes = 32768;  // of weights; less is multiplied on one thread
+constexpr int64_t kAloneRows = 32768;   // numbers of rows; fewer are widened on one thread
 constexpr int kFoundBlocks = 2;         // of a share: brought in with the end of the matrix before
 constexpr int64_t kIdleBytes = 131072;  // and after these, by a thread that waits for the share
 
@@ -26,6 +28,24 @@ void each(ThreadPool& threads, int count, const Run& run) {
   threads.run(
       count, [](void* context, int i, int) { (*static_cast<const Run*>(context))(i); },
       const_cast<Run*>(&run));
+}
+
+// Rows of bfloat16 as `kernels` multiply them with bfloat16 weights; `wide` grows as they need it.
+inline Rows rows_for(const Kernels& kernels, ThreadPool& pool, const Rows& x, int64_t inputs,
+                     std::vector<float>& wide) {
+  if (!kernels.wide_from || x.count < kernels.wide_from) return x;
+  const int64_t stride = round_up(inputs, 2);
+  if (static_cast<int64_t>(wide.size()) < x.count * stride) wide.resize(x.count * stride);
+  const auto widen = [&](int t) {
+    kernels.widen(x.data + t * x.stride, stride, wide.data() + t * stride);
+  };
+  const int count = static_cast<int>(x.count);
+  if (x.count * stride >= kAloneRows) {
+    each(pool, count, widen);
+  } else {
+    for (int t = 0; t < count; ++t) widen(t);
+  }
+  return {nullptr, stride, x.count, 0, nullptr, nullptr, wide.data()};
 }
 
 // Has threads that wait for `next` bring in what their shares of it begin with, after `found`

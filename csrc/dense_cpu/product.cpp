@@ -11,7 +11,8 @@ void multiply_rows(const Workplace& with, const Multiplied& product, int tokens,
                    const SomeRows& residual, const SomeRows& y) {
   const Kernels& kernels = *with.kernels;
   const Matrix& m = product.matrix;
-  const Rows rows = {x.data, x.stride, tokens, 0, nullptr, nullptr};
+  const Rows rows = rows_for(kernels, *with.threads,
+                             {x.data, x.stride, tokens, 0, nullptr, nullptr}, m.inputs, *with.wide);
   if (m.folds == 2) {
     each_part(*with.threads, m, product.next, rows,
               [&](const Part& part, const Rows& some, int64_t from) {
@@ -44,7 +45,7 @@ void Products::multiply(const Matrix& m, int tokens, const SomeRows& x, const So
       (m.folds == 2 && residual.data))
     throw std::invalid_argument("no such product");
   std::lock_guard<std::mutex> turn(mutex_);
-  multiply_rows({kernels_, threads_.get(), &sums_}, {m, nullptr}, tokens, x, residual, y);
+  multiply_rows({kernels_, threads_.get(), &sums_, &wide_}, {m, nullptr}, tokens, x, residual, y);
 }
 
 }  // namespace clover::dense

@@ -13,11 +13,12 @@
 
 namespace clover::dense {
 
-// What products are made with; `sums` grows as they need it.
+// What products are made with; `sums` and `wide` grow as they need them.
 struct Workplace {
   const Kernels* kernels;
   ThreadPool* threads;
   std::vector<float>* sums;
+  std::vector<float>* wide;  // rows in float32
 };
 
 struct Multiplied {
@@ -48,8 +49,9 @@ class Products {
  private:
   const Kernels* kernels_;
   std::shared_ptr<ThreadPool> threads_;
-  std::mutex mutex_;  // of `sums_`
+  std::mutex mutex_;  // of the buffers below
   std::vector<float> sums_;
+  std::vector<float> wide_;
 };
 
 }  // namespace clover::dense
