@@ -289,6 +289,29 @@ def test_prompts_and_chunks_agree_with_the_reference(
         assert (rows[2] - expected[1]).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-3)
 
 
+@pytest.mark.parametrize("isa", _native.attention_isas())
+def test_prompts_of_bfloat16_stay_native_where_there_are_vectors(
+    isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered = []
+    attend = CpuAttention._attend_prompt
+    monkeypatch.setattr(
+        CpuAttention,
+        "_attend_prompt",
+        lambda self, *args: gathered.append(1) or attend(self, *args),
+    )
+    backend = CpuAttention(1, isa)
+    backend.allocate(PoolLayout((make_spec(torch.bfloat16),), BLOCK, 2), 6)
+    k, v = torch.randn(2, 20, 2, 64).bfloat16().unbind()
+    backend.append(0, k, v, torch.arange(20))
+    row = [torch.tensor(x, dtype=torch.int32) for x in ([0, 20], [[0, 1]], [20])]
+    backend.attend(0, torch.randn(20, 6, 64).bfloat16(), *row)
+    native = backend.native()
+    assert native is not None
+    assert bool(gathered) == (isa == "portable") == (native.max_queries < 20)
+    backend.close()
+
+
 HEADS_TOGETHER, THEIR_GROUP = 9, 2
 PER_HEAD = {"sinks": (0.3,) * 18, "alibi_slopes": (0.01,) * 18}
 

@@ -1,8 +1,8 @@
 """The CPU backend: paged attention in C++.
 
-The C++ side has threads of its own, which sleep between calls. Without AVX-512, rows of more than a
-few query tokens are gathered and go through ``rows.attend_fast``, on torch's threads. Both read one
-pool.
+The C++ side has threads of its own, which sleep between calls. Where it does not serve prompts
+best, rows of more than a few query tokens are gathered and go through ``rows.attend_fast``, on
+torch's threads. Both read one pool.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
 _CODE_OF = {dtype: _CODES[name] for name, dtype in DTYPES.items()}
 HEAD_SIZE_STEP = 8
 _FUSED_QUERIES = 8
-"""Without AVX-512, rows of more query tokens go to torch's kernel."""
+"""Rows of more query tokens go to torch's kernel where ours does not serve prompts best."""
 _ANY_QUERIES = 1 << 30
 
 
@@ -37,8 +37,8 @@ class _Layer:
     k_token: tuple[int, int]
     v_token: tuple[int, int]
     o_token: tuple[int, int]
-    wide: bool
-    """Whether the kernels have AVX-512: then they serve prompts best too."""
+    prompts: frozenset[torch.dtype]
+    """Types of queries whose prompts the kernels serve best too."""
 
 
 class CpuAttention(AttentionBackend):
@@ -80,8 +80,7 @@ class CpuAttention(AttentionBackend):
         for spec in layout.specs:
             _add_layer(native, spec, num_heads)
         self._layers = [
-            _layer(spec, num_heads, native.isa(i).startswith("avx512"))
-            for i, spec in enumerate(layout.specs)
+            _layer(spec, num_heads, _prompts(native.isa(i))) for i, spec in enumerate(layout.specs)
         ]
         self._pool, self._native, self._heads = pool, native, num_heads
 
@@ -166,8 +165,8 @@ class CpuAttention(AttentionBackend):
         self._pool.import_blocks(blocks, data)
 
     def native(self) -> NativeAttention | None:
-        wide = all(of.wide for of in self._layers)
-        return NativeAttention(self._open().table(), _ANY_QUERIES if wide else _FUSED_QUERIES)
+        prompts = all(torch.bfloat16 in of.prompts for of in self._layers)
+        return NativeAttention(self._open().table(), _ANY_QUERIES if prompts else _FUSED_QUERIES)
 
     def close(self) -> None:
         self._native = None  # joins its threads before the pool can go
@@ -206,17 +205,26 @@ def _add_layer(native: _native.CpuAttentionPool, spec: KVSpec, num_heads: int) -
 
 def _most_queries(of: _Layer, dtype: torch.dtype) -> int:
     """Of rows that the native kernels serve best; 0: they serve all."""
-    return 0 if of.wide or DTYPES.get(of.spec.dtype) != dtype else _FUSED_QUERIES
+    best = dtype in of.prompts or DTYPES.get(of.spec.dtype) != dtype
+    return 0 if best else _FUSED_QUERIES
 
 
-def _layer(spec: KVSpec, num_heads: int, wide: bool) -> _Layer:
+def _prompts(isa: str) -> frozenset[torch.dtype]:
+    """With AVX2 bfloat16: then products are native too, and torch's threads, which stay awake for a
+    while after each of its calls, would be in their way."""
+    if isa.startswith("avx512"):
+        return frozenset(_CODE_OF)
+    return frozenset({torch.bfloat16} if isa == "avx2" else ())
+
+
+def _layer(spec: KVSpec, num_heads: int, prompts: frozenset[torch.dtype]) -> _Layer:
     return _Layer(
         spec=spec,
         q_token=(num_heads, spec.k_dim),
         k_token=(spec.kv_heads, spec.k_dim),
         v_token=(spec.kv_heads, spec.v_dim),
         o_token=(num_heads, spec.v_dim),
-        wide=wide,
+        prompts=prompts,
     )
 
 
