@@ -11,6 +11,7 @@ namespace clover::attention {
 namespace {
 
 constexpr int64_t kMinSpan = 256;       // positions; below this merging costs more than it gives
+constexpr int64_t kSpanStep = 16;       // positions; spans begin with a run of a block's keys
 constexpr int64_t kSpansPerThread = 8;  // enough that the last spans finish at about one time
 constexpr int64_t kLongRun = 32 << 10;  // bytes of a block below which heads gain nothing together
 constexpr int64_t kAloneBytes = 128 << 10;  // less KV than this is done before a thread wakes up
@@ -221,9 +222,11 @@ void Attention::split_items(const Layer& layer, int64_t total) {
     item.count = static_cast<int>(count);
     item.partials = partials;
     for (int64_t s = 0; s < count; ++s) {
+      if (s > 0)
+        spans_.back().end = (item.whole.begin + length * s / count) / kSpanStep * kSpanStep;
+      const int64_t begin = s > 0 ? spans_.back().end : item.whole.begin;
       spans_.push_back(item.whole);
-      spans_.back().begin = item.whole.begin + length * s / count;
-      spans_.back().end = item.whole.begin + length * (s + 1) / count;
+      spans_.back().begin = begin;
       item_of_.push_back(static_cast<int>(i));
     }
     if (count > 1) partials += count * item.whole.heads * partial_floats(layer, item.whole.queries);

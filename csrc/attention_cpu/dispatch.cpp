@@ -24,6 +24,11 @@ namespace avx512bf16 {
 extern const Kernels kernels;
 }
 #endif
+#ifdef CLOVER_HAVE_AMX
+namespace amx {
+extern const Kernels kernels;
+}
+#endif
 
 std::vector<const Kernels*> available_kernels() {
   std::vector<const Kernels*> found = {&portable::kernels};
@@ -35,6 +40,9 @@ std::vector<const Kernels*> available_kernels() {
 #endif
 #ifdef CLOVER_HAVE_AVX512BF16
   if (cpu_has_avx512bf16()) found.push_back(&avx512bf16::kernels);
+#endif
+#ifdef CLOVER_HAVE_AMX
+  if (cpu_has_amx()) found.push_back(&amx::kernels);
 #endif
   return found;
 }

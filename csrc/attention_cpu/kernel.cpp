@@ -8,6 +8,7 @@
 // one copy of it, perhaps the one that only newer processors can run.
 #include "attention_cpu/kernel.h"
 
+#include "attention_cpu/amx.h"
 #include "attention_cpu/dot.h"
 #include "attention_cpu/ends.h"
 #include "attention_cpu/words.h"
@@ -139,7 +140,7 @@ CLOVER_INLINE void over_rows(int rows, const F& f) {
 // Whether queries and weights are integers, with a step's size for each row.
 template <typename K>
 constexpr bool kSteps =
-    sizeof(typename K::Number) == sizeof(int16_t) && sizeof(typename K::Stored) == 1;
+    !kTiled<K> && sizeof(typename K::Number) == sizeof(int16_t) && sizeof(typename K::Stored) == 1;
 
 // Vectors of sums that registers hold for each of so many rows; a power of two.
 constexpr int sums_of(int rows) {
@@ -233,7 +234,10 @@ void take_queries(const Layer& layer, const Span& span, const Work<K>& work) {
   const int64_t token = int64_t{layer.group} * layer.k_dim;
   for (int t = 0; t < span.queries; ++t) {
     const unsigned char* q = span.q + t * span.q_stride;
-    if constexpr (!kSteps<K>) widen(span.q_dtype, q, token, work.q + t * token);
+    if constexpr (kTiled<K>)
+      take_columns(q, layer, t * layer.group, span.queries * layer.group, work.q);
+    else if constexpr (!kSteps<K>)
+      widen(span.q_dtype, q, token, work.q + t * token);
 #if defined(CLOVER_HAVE_WORDS)
     else
       of_type(span.q_dtype, [&](auto* type) {
@@ -265,6 +269,8 @@ CLOVER_INLINE void take_weights(const float* scores, int count, int r, const Wor
     const int whole = (count + kWidth - 1) / kWidth * kWidth;
     work.w_steps[r] = to_words(scores, whole, work.weights + r * kTile);
 #endif
+  } else if constexpr (kTiled<K>) {
+    take_pairs(scores, count, work.weights + r * kTile);
   } else if constexpr (sizeof(typename K::Number) < sizeof(float)) {
     for (int i = 0; i < count; i += kWidth) store(work.weights + r * kTile + i, load(scores + i));
   }
@@ -273,6 +279,8 @@ CLOVER_INLINE void take_weights(const float* scores, int count, int r, const Wor
 // Of the inner loops over a tile of `count` positions.
 template <typename K>
 int rounds(const Layer& layer, int rows, int count) {
+  const int softened = rows * 2 * ((count + kWidth - 1) / kWidth);
+  if constexpr (kTiled<K>) return softened + Registers<K>::rounds(layer, rows, count);
   const int chunks = (rows + kMaxHeads - 1) / kMaxHeads;
   const int most = sums_of(rows < kMaxHeads ? rows : kMaxHeads) * kWidth;  // as AddRows takes them
   const int pair = 2 * K::kStep;
@@ -280,7 +288,6 @@ int rounds(const Layer& layer, int rows, int count) {
   const int parts = layer.v_dim / most + left / pair + (left % pair + K::kStep - 1) / K::kStep;
   const int scored = (count + kWidth - 1) / kWidth * (kWidth / 4);
   const int added = (count + K::kPositions - 1) / K::kPositions;
-  const int softened = rows * 2 * ((count + kWidth - 1) / kWidth);
   return chunks * (scored * ((layer.k_dim + K::kStep - 1) / K::kStep + 1) + added * parts) +
          softened;
 }
@@ -288,9 +295,12 @@ int rounds(const Layer& layer, int rows, int count) {
 template <typename K>
 CLOVER_INLINE void compute(const Layer& layer, const Span& span, int64_t at,
                            const Tile<typename K::Stored>& tile, Ahead<typename K::Stored>& ahead,
-                           const Work<K>& work) {
+                           [[maybe_unused]] Registers<K>& registers, const Work<K>& work) {
   const int rows = span.queries * layer.group;
-  over_rows(rows, ScoreRows<K>{layer, tile, ahead, work.q, work.scores});
+  if constexpr (kTiled<K>)
+    score_tiled(layer.k_dim, rows, work.q, tile, ahead, registers, work.scores);
+  else
+    over_rows(rows, ScoreRows<K>{layer, tile, ahead, work.q, work.scores});
   const Softener<typename K::Stored> softener(layer, tile);
   for (int r = 0; r < rows; ++r) {
     float* scores = work.scores + r * kTile;
@@ -298,7 +308,10 @@ CLOVER_INLINE void compute(const Layer& layer, const Span& span, int64_t at,
     work.decay[r] = softener.soften(sight, ahead, scores, work.best + r, work.total + r);
     take_weights(scores, tile.count, r, work);
   }
-  over_rows(rows, AddRows<K>{layer, tile, ahead, work});
+  if constexpr (kTiled<K>)
+    add_tiled(layer.v_dim, rows, tile, ahead, registers, work.weights, work.decay, work.acc);
+  else
+    over_rows(rows, AddRows<K>{layer, tile, ahead, work});
 }
 
 // A span's head number `head` alone.
@@ -314,6 +327,7 @@ void span_of(const Layer& layer, const Span& span, const Span* next, float* scra
              int64_t stride) {
   using T = typename K::Stored;
   const int rows = span.queries * layer.group;
+  Registers<K> registers;
   Tile<T> tiles[2];
   locate(layer, span, span.begin, tiles[0]);
   for (int head = 0; head < span.heads; ++head)
@@ -332,7 +346,7 @@ void span_of(const Layer& layer, const Span& span, const Span* next, float* scra
         locate(layer, *next, next->begin, other);
       Ahead<T> ahead(last && !next ? nullptr : &other, layer,
                      rounds<K>(layer, rows, tiles[current].count));
-      compute<K>(layer, head_of(layer, span, head), at, tiles[current], ahead,
+      compute<K>(layer, head_of(layer, span, head), at, tiles[current], ahead, registers,
                  work_in<K>(layer, span, head, scratch, partial + head * stride));
     }
   }
@@ -343,11 +357,17 @@ void span_of(const Layer& layer, const Span& span, const Span* next, float* scra
 
 void span(const Layer& layer, const Span& span, const Span* next, float* scratch, float* partial,
           int64_t stride) {
+#if defined(__AMX_BF16__)
+  if (tiled<BFloat16>(layer, span))
+    return span_of<Tiled<BFloat16>>(layer, span, next, scratch, partial, stride);
+  if (tiled<Int8>(layer, span))
+    return span_of<Tiled<Int8>>(layer, span, next, scratch, partial, stride);
+#endif
   switch (layer.dtype) {
     case DType::kFloat32:
       return span_of<Widened<float>>(layer, span, next, scratch, partial, stride);
     case DType::kBFloat16:
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)  // these multiply floats as fast as pairs
       if (span.q_dtype == DType::kBFloat16 && layer.k_dim % 32 == 0 && layer.v_dim % 32 == 0)
         return span_of<Paired>(layer, span, next, scratch, partial, stride);
 #endif

@@ -2,6 +2,12 @@
 // that the flags of the same name in csrc/kernels.cmake let the compiler use.
 #pragma once
 
+#if defined(__linux__) && defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace clover {
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -19,6 +25,20 @@ inline bool cpu_has_avx512() {
 inline bool cpu_has_avx512bf16() {
   return cpu_has_avx512() && __builtin_cpu_supports("avx512bf16") &&
          __builtin_cpu_supports("avx512vnni");
+}
+
+// Products of tiles of bfloat16. Linux gives a process the registers for them when it asks.
+inline bool cpu_has_amx() {
+#if defined(__linux__) && defined(__x86_64__)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  constexpr unsigned kTiles = 1u << 24, kBFloat16 = 1u << 22;
+  unsigned eax, ebx, ecx, edx;
+  return cpu_has_avx512bf16() && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) &&
+         (edx & kTiles) && (edx & kBFloat16) &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
 }
 #endif
 

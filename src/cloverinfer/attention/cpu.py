@@ -212,7 +212,7 @@ def _most_queries(of: _Layer, dtype: torch.dtype) -> int:
 def _prompts(isa: str) -> frozenset[torch.dtype]:
     """With AVX2 bfloat16: then products are native too, and torch's threads, which stay awake for a
     while after each of its calls, would be in their way."""
-    if isa.startswith("avx512"):
+    if isa not in ("portable", "avx2"):
         return frozenset(_CODE_OF)
     return frozenset({torch.bfloat16} if isa == "avx2" else ())
 
