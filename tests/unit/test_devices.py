@@ -19,7 +19,8 @@ from cloverinfer.config import CacheConfig, ClusterConfig, ModelConfig, Schedule
 from cloverinfer.config.cluster import CPU_ROWS, GPU_ROWS
 from cloverinfer.core.errors import ConfigError
 from cloverinfer.kvcache.layout import PoolLayout
-from cloverinfer.models import estimated_weights, kv_specs, load_half, resolve_model
+from cloverinfer.models import estimated_weights, kv_specs, load_half, resolve, resolve_model
+from cloverinfer.models.cache import silent
 from cloverinfer.models.weights import DummySource
 from cloverinfer.nodes import largest_step
 from cloverinfer.nodes.batch_copy import ALIGNMENT, BatchCopier, offsets_of
@@ -165,6 +166,27 @@ def test_type_auto_is_settled_for_all_where_some_are_on_gpus() -> None:
 def test_type_auto_is_bfloat16_on_gpus(tmp_path) -> None:
     model = ModelConfig(model_path=str(make_tiny("llama", tmp_path)))
     assert resolve_model(model, device="cuda").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("family", "isa", "dtype"),
+    [
+        ("llama", "portable", "float32"),
+        ("llama", "avx2", "bfloat16"),
+        ("qwen3", "avx2", "bfloat16"),
+        ("opt", "avx2", "float32"),
+        ("llama", "avx512", "float32"),
+    ],
+)
+def test_type_auto_is_bfloat16_where_our_kernels_are_faster(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, family: str, isa: str, dtype: str
+) -> None:
+    """On a processor that does not multiply it natively."""
+    monkeypatch.setattr(resolve, "_native_dtype", lambda device: "float32")
+    monkeypatch.setattr(resolve._native, "dense_isas", lambda: ["portable", isa])
+    model = ModelConfig(model_path=str(make_tiny(family, tmp_path)))
+    assert resolve_model(model).dtype == dtype
+    assert resolve.source_of(model, silent)["dtype"] == "float32"  # to be compiled
 
 
 def config(device: str, stored: str) -> NodeConfig:

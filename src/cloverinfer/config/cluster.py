@@ -61,8 +61,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     model_path: str = "smollm2-135m"
     """A known name, a Hugging Face directory, or a GGUF file."""
     dtype: str = "auto"
-    """float32, bfloat16, float16; auto is bfloat16 on GPUs and where the processor multiplies it
-    natively, else float32."""
+    """float32, bfloat16, float16; auto is bfloat16 on GPUs, on processors that multiply it natively
+    and, with AVX2 but no AVX-512, for models of Llama's family that are not compiled; else
+    float32."""
     prefill_dtype: str | None = None
     """Type of the prefill nodes' weights, arithmetic and KV cache, one of ``dtype``'s; receivers
     convert their blocks. None: as ``dtype``."""
