@@ -8,24 +8,30 @@
 namespace clover::attention {
 namespace {
 
-// A way takes chunks of `kStep` numbers, `kPositions` rows of values at a time. Where kRun is not 0
-// the sums of a chunk lie in two vectors that take turns every kRun elements, until `settle`.
+// A way takes chunks of `kStep` numbers in `kParts` vectors, `kPositions` rows of values at a time.
+// Where kRun is not 0 the sums of a chunk lie in two vectors that take turns every kRun elements,
+// until `settle`.
 
 // Takes what is stored as floats, and so are the queries and the weights.
 template <typename T>
 struct Widened {
   using Stored = T;
   using Number = float;
-  using Chunk = Vec;
   static constexpr int kStep = kWidth;
+  static constexpr int kParts = 1;
   static constexpr int kPositions = 1;
   static constexpr int kRun = 0;
 
-  CLOVER_HEADER_INLINE static Vec take(const T* p) { return load(p); }
-  CLOVER_HEADER_INLINE static Vec take_query(const float* p) { return load(p); }
+  template <int>
+  CLOVER_HEADER_INLINE static Vec take(const T* p) {
+    return load(p);
+  }
+  template <int>
+  CLOVER_HEADER_INLINE static Vec take_query(const float* p) {
+    return load(p);
+  }
   CLOVER_HEADER_INLINE static Vec add(Vec sum, Vec a, Vec b) { return sum + a * b; }
   CLOVER_HEADER_INLINE static Vec added(Vec sum) { return sum; }
-  CLOVER_HEADER_INLINE static void spread(const T* p, Vec* v) { v[0] = load(p); }
 };
 
 // Takes two vectors of bfloat16 at a time, those at even places and those at odd ones: two
@@ -33,31 +39,23 @@ struct Widened {
 struct Halved {
   using Stored = BFloat16;
   using Number = float;
-  struct Chunk {
-    Vec even;
-    Vec odd;
-  };
   static constexpr int kStep = 2 * kWidth;
+  static constexpr int kParts = 2;
   static constexpr int kPositions = 1;
   static constexpr int kRun = 1;
 
-  CLOVER_HEADER_INLINE static Chunk take(const BFloat16* p) {
+  template <int kPart>
+  CLOVER_HEADER_INLINE static Vec take(const BFloat16* p) {
     UInts both;
     __builtin_memcpy(&both, p, sizeof both);
-    return {(Vec)(both << 16), (Vec)(both & 0xffff0000u)};
+    return (Vec)(kPart == 0 ? both << 16 : both & 0xffff0000u);
   }
-  CLOVER_HEADER_INLINE static Chunk take_query(const float* p) {
-    return {load(p), load(p + kWidth)};
+  template <int kPart>
+  CLOVER_HEADER_INLINE static Vec take_query(const float* p) {
+    return load(p + kPart * kWidth);
   }
-  CLOVER_HEADER_INLINE static Vec add(Vec sum, const Chunk& a, const Chunk& b) {
-    return sum + a.even * b.even + a.odd * b.odd;
-  }
+  CLOVER_HEADER_INLINE static Vec add(Vec sum, Vec a, Vec b) { return sum + a * b; }
   CLOVER_HEADER_INLINE static Vec added(Vec sum) { return sum; }
-  CLOVER_HEADER_INLINE static void spread(const BFloat16* p, Vec* v) {
-    const Chunk both = take(p);
-    v[0] = both.even;
-    v[1] = both.odd;
-  }
 };
 
 // What is added up for some rows: acc[r] = acc[r] * decay[r] + sum of weights[r][i] * values[i].
@@ -72,27 +70,42 @@ struct Sums {
   float* acc;
 };
 
+// One part of E chunks: whichever are fewer, weights of R rows or vectors of values, are held in
+// registers.
+template <typename K, int kPart = 0, int R, int V>
+CLOVER_INLINE void add_values(const typename K::Stored* value, const float* weights,
+                              Vec (&sums)[R][V]) {
+  constexpr int E = V / K::kParts;
+  if constexpr (R > E) {
+    Vec v[E];
+    for (int j = 0; j < E; ++j) v[j] = K::template take<kPart>(value + j * K::kStep);
+    for (int r = 0; r < R; ++r)
+      for (int j = 0; j < E; ++j) sums[r][j * K::kParts + kPart] += weights[r * kTile] * v[j];
+  } else {
+    Vec w[R];
+    for (int r = 0; r < R; ++r) w[r] = splat(weights[r * kTile]);
+    for (int j = 0; j < E; ++j) {
+      const Vec v = K::template take<kPart>(value + j * K::kStep);
+      for (int r = 0; r < R; ++r) sums[r][j * K::kParts + kPart] += w[r] * v;
+    }
+  }
+  if constexpr (kPart + 1 < K::kParts) add_values<K, kPart + 1>(value, weights, sums);
+}
+
 // Elements [e, e + E chunks) of R rows, by floats.
 template <int R, int E, typename K>
 void add_up(const Sums<K>& of, int e) {
   const auto& [tile, ahead, v_dim, weights, steps, decay, acc] = of;
-  constexpr int kVectors = K::kStep / kWidth;
-  Vec sums[R][E * kVectors];
+  constexpr int kVectors = E * K::kParts;
+  Vec sums[R][kVectors];
   for (int r = 0; r < R; ++r)
-    for (int j = 0; j < E * kVectors; ++j)
+    for (int j = 0; j < kVectors; ++j)
       sums[r][j] = load(acc + r * v_dim + e + j * kWidth) * decay[r];
-  for (int i = 0; i < tile.count; ++i) {
-    ahead.some();
-    const auto* value = tile.values[i] + e;
-    Vec v[E * kVectors];
-    for (int j = 0; j < E; ++j) K::spread(value + j * K::kStep, v + j * kVectors);
-    for (int r = 0; r < R; ++r) {
-      const float weight = weights[r * kTile + i];
-      for (int j = 0; j < E * kVectors; ++j) sums[r][j] += weight * v[j];
-    }
-  }
+  in_batches(ahead, tile.count, 1, [&](int i) __attribute__((always_inline)) {
+    add_values<K>(of.tile.values[i] + e, of.weights + i, sums);
+  });
   for (int r = 0; r < R; ++r)
-    for (int j = 0; j < E * kVectors; ++j) store(acc + r * v_dim + e + j * kWidth, sums[r][j]);
+    for (int j = 0; j < kVectors; ++j) store(acc + r * v_dim + e + j * kWidth, sums[r][j]);
 }
 
 #if defined(__AVX512BF16__)
@@ -101,14 +114,20 @@ void add_up(const Sums<K>& of, int e) {
 struct Paired {
   using Stored = BFloat16;
   using Number = BFloat16;
-  using Chunk = __m512bh;
   static constexpr int kStep = 2 * kWidth;
+  static constexpr int kParts = 1;
   static constexpr int kPositions = 2;
   static constexpr int kRun = 4;
 
-  CLOVER_HEADER_INLINE static Chunk take(const BFloat16* p) { return (Chunk)_mm512_loadu_si512(p); }
-  CLOVER_HEADER_INLINE static Chunk take_query(const BFloat16* p) { return take(p); }
-  CLOVER_HEADER_INLINE static Vec add(Vec sum, Chunk a, Chunk b) {
+  template <int>
+  CLOVER_HEADER_INLINE static __m512bh take(const BFloat16* p) {
+    return (__m512bh)_mm512_loadu_si512(p);
+  }
+  template <int>
+  CLOVER_HEADER_INLINE static __m512bh take_query(const BFloat16* p) {
+    return take<0>(p);
+  }
+  CLOVER_HEADER_INLINE static Vec add(Vec sum, __m512bh a, __m512bh b) {
     return (Vec)_mm512_dpbf16_ps((__m512)sum, a, b);
   }
   CLOVER_HEADER_INLINE static Vec added(Vec sum) { return sum; }
@@ -127,8 +146,8 @@ void add_up(const Sums<Paired>& of, int e) {
   Vec sums[R][2 * E];
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < 2 * E; ++j) sums[r][j] = load(acc + r * v_dim + e + j * kWidth) * decay[r];
-  for (int i = 0; i < tile.count; i += 2) {
-    ahead.some();
+  in_batches(ahead, tile.count, 2, [&](int i) __attribute__((always_inline)) {
+    const auto& [tile, ahead, v_dim, weights, steps, decay, acc] = of;
     const __mmask32 second = i + 1 < tile.count ? ~0u : 0;  // none, rather than 0 times infinity
     __m512bh v[2 * E];
     for (int j = 0; j < E; ++j) {
@@ -142,7 +161,7 @@ void add_up(const Sums<Paired>& of, int e) {
       for (int j = 0; j < 2 * E; ++j)
         sums[r][j] = (Vec)_mm512_dpbf16_ps((__m512)sums[r][j], weight, v[j]);
     }
-  }
+  });
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < 2 * E; ++j) store(acc + r * v_dim + e + j * kWidth, sums[r][j]);
 }

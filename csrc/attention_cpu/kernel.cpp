@@ -20,30 +20,105 @@
 namespace clover::attention::CLOVER_ISA {
 namespace {
 
+// Whether queries and weights are integers, with a step's size for each row.
+template <typename K>
+constexpr bool kSteps =
+    !kTiled<K> && sizeof(typename K::Number) == sizeof(int16_t) && sizeof(typename K::Stored) == 1;
+
+// Of 16 registers sums of values have 12, or 8 where what was loaded and a mask for it are held
+// besides.
+constexpr bool kFew = kMaxSums == 12;
+template <typename K>
+constexpr bool kTight = kFew && K::kParts == 2;
+
+// Whether R rows meet kKeys keys at a time: sums with four would leave the registers.
+template <typename K, int R>
+constexpr bool kTurned = kFew && (R == 4 || (R == 3 && kTight<K>));
+template <typename K>  // products of integers take a register before they are added
+constexpr int kKeys = kSteps<K> ? 2 : 3;
+
+// Rows whose values are added up at a time, and for so many rows chunks of them.
+template <typename K>
+constexpr int kAddedRows = kTight<K> ? 2 : kMaxHeads;
+template <typename K>
+constexpr int chunks_of(int rows) {
+  const int sums = (kTight<K> ? 8 : kMaxSums) / rows;
+  const int chunks = (sums < 8 ? sums : 8) * kWidth / K::kStep;
+  return chunks > 1 ? chunks : 1;
+}
+
+// Adds the products of a chunk of J keys with R queries: whichever are fewer are held in registers.
+template <typename K, int kPart = 0, int R, int J>
+CLOVER_INLINE void add_products(const typename K::Stored* const* k, int d,
+                                const typename K::Number* q, int k_dim, Vec (&sums)[R][J]) {
+  if constexpr (R >= J && J < 4) {
+    decltype(K::template take<kPart>(*k)) key[J];
+    for (int j = 0; j < J; ++j) key[j] = K::template take<kPart>(k[j] + d);
+    for (int r = 0; r < R; ++r) {
+      const auto x = K::template take_query<kPart>(q + r * k_dim + d);
+      for (int j = 0; j < J; ++j) sums[r][j] = K::add(sums[r][j], x, key[j]);
+    }
+  } else {
+    decltype(K::template take_query<kPart>(q)) x[R];
+    for (int r = 0; r < R; ++r) x[r] = K::template take_query<kPart>(q + r * k_dim + d);
+    for (int j = 0; j < J; ++j) {
+      const auto key = K::template take<kPart>(k[j] + d);
+      for (int r = 0; r < R; ++r) sums[r][j] = K::add(sums[r][j], x[r], key);
+    }
+  }
+  if constexpr (kPart + 1 < K::kParts) add_products<K, kPart + 1>(k, d, q, k_dim, sums);
+}
+
+// Of whole keys.
+template <typename K, int R, int J>
+CLOVER_INLINE void multiply(const typename K::Stored* const* k, const typename K::Number* q,
+                            int k_dim, Ahead<typename K::Stored>& ahead, Vec (&sums)[R][J]) {
+  const typename K::Stored* keys[J];
+  for (int j = 0; j < J; ++j) keys[j] = k[j];
+  in_batches(ahead, k_dim, K::kStep, [&](int d) __attribute__((always_inline)) {
+    add_products<K>(keys, d, q, k_dim, sums);
+  });
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < J; ++j) sums[r][j] = K::added(sums[r][j]);
+}
+
 // Scores of kWidth positions from `at` for R rows: scores[r * kTile + lane].
 template <typename K, int R>
 void score(int k_dim, const typename K::Number* q, const Tile<typename K::Stored>& tile,
            Ahead<typename K::Stored>& ahead, int at, float* scores) {
   Vec quads[R][kWidth / 4];
   for (int quad = 0; quad < kWidth / 4; ++quad) {
-    const int i = at + 4 * quad;
-    const typename K::Stored* const* k = tile.keys + i;
     Vec sums[R][4] = {};
-    for (int d = 0; d < k_dim; d += K::kStep) {
-      ahead.some();
-      typename K::Chunk x[R];
-      for (int r = 0; r < R; ++r) x[r] = K::take_query(q + r * k_dim + d);
-      for (int j = 0; j < 4; ++j) {  // one key at a time, for few registers
-        const auto key = K::take(k[j] + d);
-        for (int r = 0; r < R; ++r) sums[r][j] = K::add(sums[r][j], x[r], key);
-      }
-    }
-    ahead.some();
+    multiply<K>(tile.keys + at + 4 * quad, q, k_dim, ahead, sums);
     for (int r = 0; r < R; ++r)
-      quads[r][quad] = fold_four(K::added(sums[r][0]), K::added(sums[r][1]), K::added(sums[r][2]),
-                                 K::added(sums[r][3]));
+      quads[r][quad] = fold_four(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
   }
   for (int r = 0; r < R; ++r) store(scores + r * kTile, fold_quads(quads[r]));
+}
+
+// Sums of three or four rows at each of J positions.
+template <typename K, int R, int J>
+CLOVER_INLINE void fold_rows(int k_dim, const typename K::Number* q,
+                             const typename K::Stored* const* k, Ahead<typename K::Stored>& ahead,
+                             Vec* folded) {
+  Vec sums[R][J] = {};
+  multiply<K>(k, q, k_dim, ahead, sums);
+  for (int j = 0; j < J; ++j)
+    folded[j] = fold_four(sums[0][j], sums[1][j], sums[2][j], sums[R - 1][j]);
+}
+
+// Scores of all positions for R rows, folded over the rows, since kKeys do not make whole vectors.
+template <typename K, int R>
+CLOVER_INLINE void score_turned(int k_dim, const typename K::Number* q,
+                                const Tile<typename K::Stored>& tile,
+                                Ahead<typename K::Stored>& ahead, float* scores) {
+  Vec folded[kTile];
+  int i = 0;
+  for (; i + kKeys<K> <= tile.count; i += kKeys<K>)
+    fold_rows<K, R, kKeys<K>>(k_dim, q, tile.keys + i, ahead, folded + i);
+  for (; i < tile.count; ++i) fold_rows<K, R, 1>(k_dim, q, tile.keys + i, ahead, folded + i);
+  for (; i % kWidth != 0; ++i) folded[i] = Vec{};
+  for (i = 0; i < tile.count; i += kWidth) store_turned<R>(folded + i, scores + i, kTile);
 }
 
 // What one row sees of a tile.
@@ -97,12 +172,11 @@ struct Softener {
     Ints lanes;
     for (int i = 0; i < kWidth; ++i) lanes[i] = i;
     Vec top = splat(-kInfinity);
-    for (int i = 0; i < tile.count; i += kWidth) {
-      ahead.some();
+    in_batches(ahead, tile.count, kWidth, [&](int i) __attribute__((always_inline)) {
       const Vec s = final_score(sight, load(scores + i), lanes + i, i);
       store(scores + i, s);
       top = bigger(top, s);
-    }
+    });
     const float tile_best = largest(top);
     const float next = tile_best > *best ? tile_best : *best;
     if (next == -kInfinity) {  // nothing visible so far: weights of zero, not of NaN
@@ -110,13 +184,12 @@ struct Softener {
       return 1.0f;
     }
     Vec sums = {};
-    for (int i = 0; i < tile.count; i += kWidth) {
-      ahead.some();
+    in_batches(ahead, tile.count, kWidth, [&](int i) __attribute__((always_inline)) {
       Vec weight = exponential(load(scores + i) - next);
       sums += weight;
       if (kScaled<T>) weight *= load(value_scales + i);
       store(scores + i, weight);
-    }
+    });
     const float decay = next == *best ? 1.0f : __builtin_expf(*best - next);
     *best = next;
     *total = *total * decay + sum(sums);
@@ -124,28 +197,17 @@ struct Softener {
   }
 };
 
-// Calls f.template run<R>(first row) for all rows, as many at a time as registers hold.
-template <typename F>
+// Calls f.template run<R>(first row) for all rows, at most kMost at a time.
+template <int kMost, typename F>
 CLOVER_INLINE void over_rows(int rows, const F& f) {
   int r = 0;
-  for (; r + kMaxHeads <= rows; r += kMaxHeads) f.template run<kMaxHeads>(r);
-  if (kMaxHeads > 3 && rows - r == 3)
-    f.template run<3>(r);
-  else if (kMaxHeads > 2 && rows - r == 2)
-    f.template run<2>(r);
-  else if (rows - r == 1)
-    f.template run<1>(r);
-}
-
-// Whether queries and weights are integers, with a step's size for each row.
-template <typename K>
-constexpr bool kSteps =
-    !kTiled<K> && sizeof(typename K::Number) == sizeof(int16_t) && sizeof(typename K::Stored) == 1;
-
-// Vectors of sums that registers hold for each of so many rows; a power of two.
-constexpr int sums_of(int rows) {
-  const int most = (kMaxHeads > 2 ? 16 : 8) / (rows == 3 ? 4 : rows);
-  return most < 8 ? most : 8;
+  for (; r + kMost <= rows; r += kMost) f.template run<kMost>(r);
+  if constexpr (kMost > 3)
+    if (rows - r == 3) f.template run<3>(r);
+  if constexpr (kMost > 2)
+    if (rows - r == 2) f.template run<2>(r);
+  if constexpr (kMost > 1)
+    if (rows - r == 1) f.template run<1>(r);
 }
 
 // Working memory of a span, all of it per row.
@@ -172,8 +234,14 @@ struct ScoreRows {
 
   template <int R>
   [[gnu::always_inline]] void run(int r) const {
-    for (int i = 0; i < tile.count; i += kWidth)
-      score<K, R>(layer.k_dim, q + r * layer.k_dim, tile, ahead, i, scores + r * kTile + i);
+    const auto* queries = q + r * layer.k_dim;
+    float* to = scores + r * kTile;
+    if constexpr (kTurned<K, R>) {
+      score_turned<K, R>(layer.k_dim, queries, tile, ahead, to);
+    } else {
+      for (int i = 0; i < tile.count; i += kWidth)
+        score<K, R>(layer.k_dim, queries, tile, ahead, i, to + i);
+    }
   }
 };
 
@@ -196,13 +264,23 @@ struct AddRows {
     add_up<R, E>(of, e);
   }
 
+  template <int R, int E>
+  [[gnu::always_inline]] void add_some(int r, int e, int chunks) const {
+    if (chunks == E)
+      add<R, E>(r, e);
+    else if constexpr (E > 1)
+      add_some<R, E - 1>(r, e, chunks);
+  }
+
   template <int R>
   [[gnu::always_inline]] void run(int r) const {
-    constexpr int kMost = sums_of(R) * kWidth / K::kStep;
-    int e = 0;
-    for (; e + kMost * K::kStep <= layer.v_dim; e += kMost * K::kStep) add<R, kMost>(r, e);
-    for (; e + 2 * K::kStep <= layer.v_dim; e += 2 * K::kStep) add<R, 2>(r, e);
-    for (; e < layer.v_dim; e += K::kStep) add<R, 1>(r, e);
+    constexpr int kMost = chunks_of<K>(R);
+    int left = layer.v_dim / K::kStep;
+    for (int parts = (left + kMost - 1) / kMost; parts > 0; --parts) {
+      const int chunks = (left + parts - 1) / parts;
+      add_some<R, kMost>(r, layer.v_dim - left * K::kStep, chunks);
+      left -= chunks;
+    }
   }
 };
 
@@ -276,20 +354,26 @@ CLOVER_INLINE void take_weights(const float* scores, int count, int r, const Wor
   }
 }
 
-// Of the inner loops over a tile of `count` positions.
+// How often a tile of `count` positions asks ahead.
 template <typename K>
-int rounds(const Layer& layer, int rows, int count) {
-  const int softened = rows * 2 * ((count + kWidth - 1) / kWidth);
-  if constexpr (kTiled<K>) return softened + Registers<K>::rounds(layer, rows, count);
-  const int chunks = (rows + kMaxHeads - 1) / kMaxHeads;
-  const int most = sums_of(rows < kMaxHeads ? rows : kMaxHeads) * kWidth;  // as AddRows takes them
-  const int pair = 2 * K::kStep;
-  const int left = layer.v_dim % most;
-  const int parts = layer.v_dim / most + left / pair + (left % pair + K::kStep - 1) / K::kStep;
-  const int scored = (count + kWidth - 1) / kWidth * (kWidth / 4);
-  const int added = (count + K::kPositions - 1) / K::kPositions;
-  return chunks * (scored * ((layer.k_dim + K::kStep - 1) / K::kStep + 1) + added * parts) +
-         softened;
+int calls_of(const Layer& layer, int rows, int count) {
+  int sum = rows * 2 * batches_of(count, kWidth);  // softened
+  if constexpr (kTiled<K>) {
+    sum += Registers<K>::rounds(layer, rows, count);
+  } else {
+    const int added = batches_of(count, K::kPositions);
+    for (int left = rows; left > 0; left -= kMaxHeads) {
+      const bool turned = left == 3 ? kTurned<K, 3> : left > 3 && kTurned<K, 4>;
+      const int scored = turned ? count / kKeys<K> + count % kKeys<K>
+                                : (count + kWidth - 1) / kWidth * (kWidth / 4);
+      sum += scored * batches_of(layer.k_dim, K::kStep);
+    }
+    for (int left = rows; left > 0; left -= kAddedRows<K>) {
+      const int most = chunks_of<K>(left < kAddedRows<K> ? left : kAddedRows<K>) * K::kStep;
+      sum += added * ((layer.v_dim + most - 1) / most);
+    }
+  }
+  return sum;
 }
 
 template <typename K>
@@ -300,7 +384,7 @@ CLOVER_INLINE void compute(const Layer& layer, const Span& span, int64_t at,
   if constexpr (kTiled<K>)
     score_tiled(layer.k_dim, rows, work.q, tile, ahead, registers, work.scores);
   else
-    over_rows(rows, ScoreRows<K>{layer, tile, ahead, work.q, work.scores});
+    over_rows<kMaxHeads>(rows, ScoreRows<K>{layer, tile, ahead, work.q, work.scores});
   const Softener<typename K::Stored> softener(layer, tile);
   for (int r = 0; r < rows; ++r) {
     float* scores = work.scores + r * kTile;
@@ -311,7 +395,7 @@ CLOVER_INLINE void compute(const Layer& layer, const Span& span, int64_t at,
   if constexpr (kTiled<K>)
     add_tiled(layer.v_dim, rows, tile, ahead, registers, work.weights, work.decay, work.acc);
   else
-    over_rows(rows, AddRows<K>{layer, tile, ahead, work});
+    over_rows<kAddedRows<K>>(rows, AddRows<K>{layer, tile, ahead, work});
 }
 
 // A span's head number `head` alone.
@@ -345,7 +429,7 @@ void span_of(const Layer& layer, const Span& span, const Span* next, float* scra
       else if (next)
         locate(layer, *next, next->begin, other);
       Ahead<T> ahead(last && !next ? nullptr : &other, layer,
-                     rounds<K>(layer, rows, tiles[current].count));
+                     calls_of<K>(layer, rows, tiles[current].count));
       compute<K>(layer, head_of(layer, span, head), at, tiles[current], ahead, registers,
                  work_in<K>(layer, span, head, scratch, partial + head * stride));
     }

@@ -18,6 +18,8 @@ constexpr bool kScaled<Int8> = true;
 template <typename T>
 struct Tile {
   int count;
+  int runs;         // of rows that follow one another in memory
+  int ends[kTile];  // of runs
   const T* keys[kTile];
   const T* values[kTile];
   const float* key_scales[kTile];  // these and the values' only where numbers are scaled
@@ -54,10 +56,12 @@ template <typename T>
 void locate(const Layer& layer, const Span& span, int64_t at, Tile<T>& tile) {
   const int count = span.end - at < kTile ? static_cast<int>(span.end - at) : kTile;
   tile.count = count;
+  tile.runs = 0;
   for (int i = 0; i < count;) {
     const int left = layer.block_size - static_cast<int>((at + i) % layer.block_size);
     const int end = i + left < count ? i + left : count;
     locate_run(layer, span, at, i, end, tile);
+    tile.ends[tile.runs++] = end;
     i = end;
   }
   for (int i = count; i < kTile; ++i) {
@@ -68,10 +72,10 @@ void locate(const Layer& layer, const Span& span, int64_t at, Tile<T>& tile) {
 
 // Asks for the lines of the tile after this one while this one is computed. What memory can have
 // under way at a time is little, about 30 lines a core, so it idles whenever nobody asks: the lines
-// are spread evenly over all of the tile's loops, softmax included, of which each round is a call
-// of `some`. Into the second level, as a whole tile is more than the first one can wait for; rows
-// of keys and of values take turns, as two streams are read faster than one. All of it must stay in
-// registers: no arrays that are indexed, and whoever calls `some` is inlined.
+// are spread evenly over all of the tile's loops, softmax included, a few for every few rounds.
+// Into the second level, as a whole tile is more than the first one can wait for; keys and values
+// take turns, as two streams are read faster than one. Each call asks for as many lines, perhaps
+// one of them again: processors guess wrong where loops end now sooner, now later.
 template <typename T>
 class Ahead {
  public:
@@ -81,48 +85,80 @@ class Ahead {
         key_bytes_(layer.k_dim * static_cast<int>(sizeof(T))),
         value_bytes_(layer.v_dim * static_cast<int>(sizeof(T))) {
     if (!next || calls == 0) return;
-    const int pairs = next->count * ((key_bytes_ + kPair - 1) / kPair) +
-                      next->count * ((value_bytes_ + kPair - 1) / kPair);
-    rate_ = (pairs * kCost + calls - 1) / calls;
+    step_ = (next->count * kRow + calls - 1) / calls;
+    key_lines_ = lines_of(step_ * key_bytes_ / kRow);
+    value_lines_ = lines_of(step_ * value_bytes_ / kRow);
+    open();
   }
 
   CLOVER_HEADER_INLINE void some() {
-    for (credit_ += rate_; credit_ >= kCost; credit_ -= kCost) {
-      if (at_ >= end_) open();
-      __builtin_prefetch(at_, 0, 2);
-      __builtin_prefetch(at_ + kPair / 2, 0, 2);
-      at_ += kPair;
-    }
+    if (at_ + step_ > end_) open();
+    ask(keys_ + at_ * key_bytes_ / kRow, key_lines_);
+    ask(values_ + at_ * value_bytes_ / kRow, value_lines_);
+    at_ += step_;
   }
 
  private:
-  static constexpr int kPair = 128;  // bytes of two lines, which are asked for together
-  static constexpr int kCost = 256;  // credit that they cost
+  static constexpr uint64_t kRow = 1 << 12;  // parts of a row that places are counted in
+  static constexpr int64_t kLine = 64;
 
-  // The next row; at the end the last lines again, which costs nothing.
-  CLOVER_HEADER_INLINE void open() {
-    const int i = row_ / 2;
-    const bool value = row_ % 2;
-    if (i >= next_->count) {
-      at_ = end_ - kPair;
+  static int lines_of(uint64_t bytes) { return static_cast<int>(bytes / kLine + 1); }
+
+  CLOVER_HEADER_INLINE static void ask(const char* at, int lines) {
+    for (int i = 0; i < lines; ++i) __builtin_prefetch(at + i * kLine, 0, 2);
+  }
+
+  // What is left of a run, and the next one; after the last one nothing more is asked for.
+  void open() {
+    if (at_ < end_) {
+      ask(keys_ + at_ * key_bytes_ / kRow, lines_of((end_ - at_) * key_bytes_ / kRow));
+      ask(values_ + at_ * value_bytes_ / kRow, lines_of((end_ - at_) * value_bytes_ / kRow));
+    }
+    at_ = 0;
+    if (run_ == next_->runs) {
+      step_ = key_lines_ = value_lines_ = 0;
       return;
     }
-    at_ = reinterpret_cast<const char*>(value ? next_->values[i] : next_->keys[i]);
-    end_ = at_ + (value ? value_bytes_ : key_bytes_);
-    if (kScaled<T> && i % 8 == 0)
-      __builtin_prefetch(value ? next_->value_scales[i] : next_->key_scales[i], 0, 2);
-    ++row_;
+    const int row = run_ == 0 ? 0 : next_->ends[run_ - 1];
+    const int rows = next_->ends[run_++] - row;
+    keys_ = reinterpret_cast<const char*>(next_->keys[row]);
+    values_ = reinterpret_cast<const char*>(next_->values[row]);
+    end_ = rows * kRow;
+    if (kScaled<T>) {
+      ask(reinterpret_cast<const char*>(next_->key_scales[row]), lines_of(rows * 4));
+      ask(reinterpret_cast<const char*>(next_->value_scales[row]), lines_of(rows * 4));
+    }
   }
 
   const Tile<T>* next_;
-  const int key_bytes_;
-  const int value_bytes_;
-  int rate_ = 0;
-  int credit_ = 0;
-  int row_ = 0;
-  const char* at_ = nullptr;
-  const char* end_ = nullptr;
+  const uint64_t key_bytes_;
+  const uint64_t value_bytes_;
+  const char* keys_ = nullptr;  // of the run
+  const char* values_ = nullptr;
+  uint64_t at_ = 0;  // within the run
+  uint64_t end_ = 0;
+  uint64_t step_ = 0;
+  int key_lines_ = 0;  // of a step
+  int value_lines_ = 0;
+  int run_ = 0;
 };
+
+// Rounds of a loop for which `some` is called once.
+constexpr int kBatch = 8;
+
+// Calls f(0), f(step), ... below `count`, asking ahead meanwhile.
+template <typename T, typename F>
+CLOVER_INLINE void in_batches(Ahead<T>& ahead, int count, int step, const F& f) {
+  for (int i = 0; i < count;) {
+    ahead.some();
+    const int end = i + kBatch * step < count ? i + kBatch * step : count;
+    for (; i < end; i += step) f(i);
+  }
+}
+
+CLOVER_INLINE int batches_of(int count, int step) {
+  return (count + kBatch * step - 1) / (kBatch * step);
+}
 
 }  // namespace
 }  // namespace clover::attention

@@ -65,14 +65,20 @@ CLOVER_INLINE void store_words(int16_t* p, Vec v) {
 struct Words {
   using Stored = Int8;
   using Number = int16_t;
-  using Chunk = WordVec;
   static constexpr int kStep = 2 * kWidth;
+  static constexpr int kParts = 1;
   static constexpr int kPositions = 2;
   static constexpr int kRun = 4;
 
-  CLOVER_HEADER_INLINE static Chunk take(const Int8* p) { return load_words(p); }
-  CLOVER_HEADER_INLINE static Chunk take_query(const int16_t* p) { return load_words(p); }
-  CLOVER_HEADER_INLINE static Vec add(Vec sum, Chunk a, Chunk b) {
+  template <int>
+  CLOVER_HEADER_INLINE static WordVec take(const Int8* p) {
+    return load_words(p);
+  }
+  template <int>
+  CLOVER_HEADER_INLINE static WordVec take_query(const int16_t* p) {
+    return load_words(p);
+  }
+  CLOVER_HEADER_INLINE static Vec add(Vec sum, WordVec a, WordVec b) {
     return (Vec)add_words((WordVec)sum, a, b);
   }
   CLOVER_HEADER_INLINE static Vec added(Vec sum) { return to_floats((WordVec)sum); }
@@ -110,8 +116,8 @@ template <int R, int E>
 void add_up(const Sums<Words>& of, int e) {
   const auto& [tile, ahead, v_dim, weights, steps, decay, acc] = of;
   WordVec sums[R][2 * E] = {};
-  for (int i = 0; i < tile.count; i += 2) {
-    ahead.some();
+  in_batches(ahead, tile.count, 2, [&](int i) __attribute__((always_inline)) {
+    const auto& [tile, ahead, v_dim, weights, steps, decay, acc] = of;
     WordVec v[2 * E];
     for (int j = 0; j < E; ++j) {
       const WordVec a = load_words(tile.values[i] + e + j * Words::kStep);
@@ -123,7 +129,7 @@ void add_up(const Sums<Words>& of, int e) {
       const WordVec weight = word_pair(weights + r * kTile + i);
       for (int j = 0; j < 2 * E; ++j) sums[r][j] = add_words(sums[r][j], weight, v[j]);
     }
-  }
+  });
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < 2 * E; ++j) {
       float* at = acc + r * v_dim + e + j * kWidth;

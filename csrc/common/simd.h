@@ -18,15 +18,19 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int kWidth = 16;
 constexpr int kMaxHeads = 4;  // query heads in registers at a time
+constexpr int kMaxSums = 16;  // vectors of sums in registers at a time
 #elif defined(__AVX2__)
 constexpr int kWidth = 8;
-constexpr int kMaxHeads = 2;
+constexpr int kMaxHeads = 4;
+constexpr int kMaxSums = 12;
 #else
 constexpr int kWidth = 4;
 #if defined(__aarch64__)
 constexpr int kMaxHeads = 4;
+constexpr int kMaxSums = 16;
 #else
 constexpr int kMaxHeads = 2;
+constexpr int kMaxSums = 8;
 #endif
 #endif
 
@@ -210,6 +214,26 @@ CLOVER_INLINE Vec fold_quads(const Vec* quads) {
 #else
   return quads[0];
 #endif
+}
+
+// The sums of three or four rows at kWidth positions, rows `stride` floats apart, from kWidth
+// results of fold_four: a position's sums of the four rows each.
+template <int kRows>
+CLOVER_INLINE void store_turned(const Vec* folded, float* to, int stride) {
+  Vec at[4];  // of positions j, j + 4, ...: four rows of each
+  for (int j = 0; j < 4; ++j) {
+    Vec quads[kWidth / 4];
+    for (int i = 0; i < kWidth / 4; ++i) quads[i] = folded[j + 4 * i];
+    at[j] = fold_quads(quads);
+  }
+  const Vec low[] = {CLOVER_SHUFFLE(at[0], at[1], CLOVER_LOW),
+                     CLOVER_SHUFFLE(at[2], at[3], CLOVER_LOW)};
+  const Vec high[] = {CLOVER_SHUFFLE(at[0], at[1], CLOVER_HIGH),
+                      CLOVER_SHUFFLE(at[2], at[3], CLOVER_HIGH)};
+  store(to, CLOVER_SHUFFLE(low[0], low[1], CLOVER_EVEN));
+  store(to + stride, CLOVER_SHUFFLE(low[0], low[1], CLOVER_ODD));
+  store(to + 2 * stride, CLOVER_SHUFFLE(high[0], high[1], CLOVER_EVEN));
+  if constexpr (kRows == 4) store(to + 3 * stride, CLOVER_SHUFFLE(high[0], high[1], CLOVER_ODD));
 }
 
 // e^x for x <= 88, within 2 units in the last place (Cephes' expf); 0 below -87.

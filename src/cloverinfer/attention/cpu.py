@@ -118,8 +118,8 @@ class CpuAttention(AttentionBackend):
         check_floats("q", q_thd, (tokens, *of.q_token))
         _check_rows(query_starts, block_tables_rb, lengths_r)
         most_queries = _most_queries(of, q_thd.dtype)
-        o_the = torch.empty((tokens, *of.o_token), dtype=q_thd.dtype)
-        lse_th = torch.empty((tokens, of.o_token[0]))
+        o_the = torch.empty(tokens, *of.o_token, dtype=q_thd.dtype)
+        lse_th = torch.empty(tokens, of.o_token[0])
         native.attend(
             layer,
             _CODE_OF[q_thd.dtype],
