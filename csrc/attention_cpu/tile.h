@@ -143,8 +143,8 @@ class Ahead {
   int run_ = 0;
 };
 
-// Rounds of a loop for which `some` is called once.
-constexpr int kBatch = 8;
+// Rounds of a loop for which `some` is called once: about as many bytes however wide vectors are.
+constexpr int kBatch = 64 / kWidth;
 
 // Calls f(0), f(step), ... below `count`, asking ahead meanwhile.
 template <typename T, typename F>
