@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from cloverinfer import _native
 from cloverinfer.core.memory import private_memory
 
 
@@ -64,6 +65,11 @@ def model_parser(description: str) -> argparse.ArgumentParser:
         default=[],
         metavar="NAME=PYTHON",
         help="a peer (vllm, llama.cpp) and the Python that has it installed",
+    )
+    made.add_argument(
+        "--peer-dtype",
+        metavar="TYPE",
+        help="of peers' weights (llama.cpp takes the file's), where they are quicker with another",
     )
     return made
 
@@ -140,8 +146,13 @@ def read_bandwidth(threads: int) -> float:
 
 
 def peak_flops(threads: int, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a large matrix product (2 per multiply-add)."""
+    """Floating-point operations per second of a large matrix product (2 per multiply-add).
+
+    Of float32 where numbers are widened to be multiplied: float16, and bfloat16 where processors
+    have no products of it.
+    """
     torch.set_num_threads(threads)
+    paired = dtype == torch.bfloat16 and "avx512bf16" in _native.attention_isas()
     size = 2048
-    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    a, b = torch.randn(2, size, size, dtype=torch.bfloat16 if paired else torch.float32)
     return 2 * size**3 / best_of(5, lambda: a @ b)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -37,20 +38,21 @@ def all_peers(wanted: list[str]) -> list[str]:
 
 
 def run_peer(
-    peer: str, model: ResolvedModel, inputs: list[list[int]], tokens: int, threads: int
+    peer: str, model: ResolvedModel, inputs: list[list[int]], tokens: int, args: argparse.Namespace
 ) -> dict[str, float]:
-    """``peer`` is ``name=python``; its script prints one JSON object of rates in tokens/s."""
+    """``peer`` is ``name=python``; its script prints one JSON object of rates in tokens/s. ``args``
+    are a ``model_parser``'s."""
     name, _, python = peer.partition("=")
     if name not in SCRIPTS or not python:
         raise SystemExit(f"--peer {peer}: want NAME=PYTHON with NAME one of {', '.join(SCRIPTS)}")
     job = {
         "model": str(model.path),
-        "dtype": model.dtype,
+        "dtype": args.peer_dtype or model.dtype,
         "prompts": inputs,
         "tokens": tokens,
-        "threads": threads,
+        "threads": args.threads,
     }
-    return _run(python, SCRIPTS[name], job, threads)
+    return _run(python, SCRIPTS[name], job, args.threads)
 
 
 class PeerProcess:

@@ -40,7 +40,6 @@ import torch
 from _common import Row, describe_run, finish, parser, peak_flops, write
 from _paged import PagedReader, runs_of
 from _peers import KernelPeer
-from cloverinfer import _native
 from cloverinfer.attention.cpu import CpuAttention
 from cloverinfer.core.memory import private_memory
 from cloverinfer.kvcache.layout import KVSpec, PoolLayout, blocks_for
@@ -363,11 +362,7 @@ def main() -> None:
         return
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
-    peaks = dict.fromkeys(PEAKS, peak_flops(args.threads, torch.float32))
-    # What is widened is multiplied at the rate of float32: float16, and bfloat16 where processors
-    # have no products of it, which PyTorch then takes seconds for.
-    if "avx512bf16" in _native.attention_isas():
-        peaks[torch.bfloat16] = peak_flops(args.threads, torch.bfloat16)
+    peaks = {dtype: peak_flops(args.threads, dtype) for dtype in PEAKS}
     peers = [KernelPeer(peer, args.threads) for peer in args.peer]
     reader = PagedReader.build(args.threads)
     bench = Bench(args.threads, peers, peaks, last_level_cache(), Probe(), reader, args.ours)

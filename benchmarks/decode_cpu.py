@@ -119,7 +119,7 @@ def peer_rates(args: argparse.Namespace, model: ModelConfig) -> dict[tuple[str, 
         inputs = prompts(resolved, batch, args.prompt_tokens)
         for peer in all_peers(args.peer):
             name = peer.partition("=")[0]
-            result = run_peer(peer, resolved, inputs, args.tokens, args.threads)
+            result = run_peer(peer, resolved, inputs, args.tokens, args)
             rates[name, batch] = result["tokens_per_second"]
     return rates
 
@@ -173,7 +173,7 @@ def main() -> None:
                 f"decode {peer}",
                 value,
                 "tokens/s",
-                {"batch": batch, "dtype": resolved.dtype},
+                {"batch": batch, "dtype": args.peer_dtype or resolved.dtype},
                 floor,
             )
             for (peer, peer_batch), value in rates.items()

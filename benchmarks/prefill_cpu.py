@@ -56,9 +56,10 @@ def main() -> None:
         floor = length / floor_seconds(model, weight_bytes, length, args.threads)
         peers = {}
         for peer in all_peers(args.peer):
-            result = run_peer(peer, model, inputs[:1], 1, args.threads)
+            result = run_peer(peer, model, inputs[:1], 1, args)
             peers[peer.partition("=")[0]] = result["prefill_tokens_per_second"]
         params = {"tokens": length, "dtype": model.dtype}
+        theirs = {"tokens": length, "dtype": args.peer_dtype or model.dtype}
         for topology in ("colocated", "pd", "pda"):
             rate = length / ours(args, config, topology, inputs)
             for peer, value in peers.items():
@@ -74,7 +75,7 @@ def main() -> None:
                     )
                 )
         rows += [
-            Row(f"prefill {peer}", value, "tokens/s", params, floor)
+            Row(f"prefill {peer}", value, "tokens/s", theirs, floor)
             for peer, value in peers.items()
         ]
     finish(rows, args.json)
