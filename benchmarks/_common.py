@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from cloverinfer import _native
 from cloverinfer.core.memory import private_memory
+from cloverinfer.models.resolve import cpu_multiplies_bfloat16
 
 
 @dataclass
@@ -152,7 +152,7 @@ def peak_flops(threads: int, dtype: torch.dtype) -> float:
     have no products of it.
     """
     torch.set_num_threads(threads)
-    paired = dtype == torch.bfloat16 and "avx512bf16" in _native.attention_isas()
+    paired = dtype == torch.bfloat16 and cpu_multiplies_bfloat16()
     size = 2048
     a, b = torch.randn(2, size, size, dtype=torch.bfloat16 if paired else torch.float32)
     return 2 * size**3 / best_of(5, lambda: a @ b)

@@ -37,6 +37,11 @@ def all_peers(wanted: list[str]) -> list[str]:
     return [f"transformers={sys.executable}", *wanted]
 
 
+def peer_dtype(name: str, model: ResolvedModel, args: argparse.Namespace) -> str:
+    """Of its weights: llama.cpp reads the GGUF file as it is."""
+    return "file" if name == "llama.cpp" else args.peer_dtype or model.dtype
+
+
 def run_peer(
     peer: str, model: ResolvedModel, inputs: list[list[int]], tokens: int, args: argparse.Namespace
 ) -> dict[str, float]:
@@ -47,7 +52,7 @@ def run_peer(
         raise SystemExit(f"--peer {peer}: want NAME=PYTHON with NAME one of {', '.join(SCRIPTS)}")
     job = {
         "model": str(model.path),
-        "dtype": args.peer_dtype or model.dtype,
+        "dtype": peer_dtype(name, model, args),
         "prompts": inputs,
         "tokens": tokens,
         "threads": args.threads,

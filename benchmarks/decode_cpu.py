@@ -18,7 +18,7 @@ import torch
 
 from _common import Row, describe_run, finish, model_parser, read_bandwidth
 from _others import Cores, doubt
-from _peers import all_peers, prompts, run_peer
+from _peers import all_peers, peer_dtype, prompts, run_peer
 from cloverinfer import LLM, ModelConfig, SamplingParams
 from cloverinfer.models import ResolvedModel, kv_specs, resolve_model
 
@@ -173,7 +173,7 @@ def main() -> None:
                 f"decode {peer}",
                 value,
                 "tokens/s",
-                {"batch": batch, "dtype": args.peer_dtype or resolved.dtype},
+                {"batch": batch, "dtype": peer_dtype(peer, resolved, args)},
                 floor,
             )
             for (peer, peer_batch), value in rates.items()

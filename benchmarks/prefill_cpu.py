@@ -12,7 +12,7 @@ import argparse
 import torch
 
 from _common import Row, describe_run, finish, model_parser, peak_flops, read_bandwidth
-from _peers import all_peers, prompts, run_peer
+from _peers import all_peers, peer_dtype, prompts, run_peer
 from cloverinfer import LLM, ModelConfig, SamplingParams
 from cloverinfer.models import ResolvedModel, resolve_model
 
@@ -59,7 +59,6 @@ def main() -> None:
             result = run_peer(peer, model, inputs[:1], 1, args)
             peers[peer.partition("=")[0]] = result["prefill_tokens_per_second"]
         params = {"tokens": length, "dtype": model.dtype}
-        theirs = {"tokens": length, "dtype": args.peer_dtype or model.dtype}
         for topology in ("colocated", "pd", "pda"):
             rate = length / ours(args, config, topology, inputs)
             for peer, value in peers.items():
@@ -75,7 +74,13 @@ def main() -> None:
                     )
                 )
         rows += [
-            Row(f"prefill {peer}", value, "tokens/s", theirs, floor)
+            Row(
+                f"prefill {peer}",
+                value,
+                "tokens/s",
+                {"tokens": length, "dtype": peer_dtype(peer, model, args)},
+                floor,
+            )
             for peer, value in peers.items()
         ]
     finish(rows, args.json)

@@ -26,8 +26,6 @@ template <typename T>
 struct Tiled {
   using Stored = T;
   using Number = BFloat16;
-  static constexpr int kStep = kPairs;
-  static constexpr int kPositions = kPairs;
   static constexpr int kRun = 4;
 };
 
@@ -125,8 +123,9 @@ template <typename T>
 CLOVER_INLINE KeyRows key_rows(const Tile<T>& tile, int k_dim, int at, BFloat16* room) {
   constexpr int64_t kRow = kPairs * sizeof(BFloat16);
   const T* const* keys = tile.keys + at;
-  if (sizeof(T) == sizeof(BFloat16) && keys[kSide - 1] == keys[0] + (kSide - 1) * k_dim)
-    return {reinterpret_cast<const char*>(keys[0]), k_dim * int64_t{sizeof(T)}, kRow};
+  bool run = sizeof(T) == sizeof(BFloat16);
+  for (int i = 1; i < kSide; ++i) run = run && keys[i] == keys[i - 1] + k_dim;
+  if (run) return {reinterpret_cast<const char*>(keys[0]), k_dim * int64_t{sizeof(T)}, kRow};
   for (int i = 0; i < kSide; ++i)
     for (int d = 0; d < k_dim; d += kPairs)
       _mm512_store_si512(room + d * kSide + i * kPairs, load_pairs(keys[i] + d));

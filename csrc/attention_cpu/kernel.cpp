@@ -27,7 +27,11 @@ constexpr bool kSteps =
 
 // Of 16 registers sums of values have 12, or 8 where what was loaded and a mask for it are held
 // besides.
-constexpr bool kFew = kMaxSums == 12;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool kFew = true;
+#else
+constexpr bool kFew = false;
+#endif
 template <typename K>
 constexpr bool kTight = kFew && K::kParts == 2;
 
@@ -42,7 +46,7 @@ template <typename K>
 constexpr int kAddedRows = kTight<K> ? 2 : kMaxHeads;
 template <typename K>
 constexpr int chunks_of(int rows) {
-  const int sums = (kTight<K> ? 8 : kMaxSums) / rows;
+  const int sums = (kTight<K> ? 8 : kSumVectors) / rows;
   const int chunks = (sums < 8 ? sums : 8) * kWidth / K::kStep;
   return chunks > 1 ? chunks : 1;
 }

@@ -75,7 +75,8 @@ void locate(const Layer& layer, const Span& span, int64_t at, Tile<T>& tile) {
 // are spread evenly over all of the tile's loops, softmax included, a few for every few rounds.
 // Into the second level, as a whole tile is more than the first one can wait for; keys and values
 // take turns, as two streams are read faster than one. Each call asks for as many lines, perhaps
-// one of them again: processors guess wrong where loops end now sooner, now later.
+// one of them again: processors guess wrong where loops end now sooner, now later. A call moves on
+// by one run at most, so of blocks shorter than its share, of a token or two, some are left out.
 template <typename T>
 class Ahead {
  public:

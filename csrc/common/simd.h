@@ -17,20 +17,20 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int kWidth = 16;
-constexpr int kMaxHeads = 4;  // query heads in registers at a time
-constexpr int kMaxSums = 16;  // vectors of sums in registers at a time
+constexpr int kMaxHeads = 4;     // query heads in registers at a time
+constexpr int kSumVectors = 16;  // vectors of sums in registers at a time
 #elif defined(__AVX2__)
 constexpr int kWidth = 8;
 constexpr int kMaxHeads = 4;
-constexpr int kMaxSums = 12;
+constexpr int kSumVectors = 12;
 #else
 constexpr int kWidth = 4;
 #if defined(__aarch64__)
 constexpr int kMaxHeads = 4;
-constexpr int kMaxSums = 16;
+constexpr int kSumVectors = 16;
 #else
 constexpr int kMaxHeads = 2;
-constexpr int kMaxSums = 8;
+constexpr int kSumVectors = 8;
 #endif
 #endif
 

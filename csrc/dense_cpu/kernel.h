@@ -66,7 +66,7 @@ struct Rows {
 
   // Inlined always, so that no object lends its code to those for other processors.
   [[gnu::always_inline]] Rows from(int64_t row) const {
-    return {data + row * stride,
+    return {data ? data + row * stride : nullptr,
             stride,
             count - row,
             groups,
@@ -76,8 +76,8 @@ struct Rows {
   }
   [[gnu::always_inline]] Rows at_input(int64_t k) const {
     const int64_t group = groups ? k / kGroup : 0;
-    return {
-        data + k, stride, count, groups, scales + group, sums + group, wide ? wide + k : nullptr};
+    return {data ? data + k : nullptr, stride, count, groups, scales + group, sums + group,
+            wide ? wide + k : nullptr};
   }
 };
 

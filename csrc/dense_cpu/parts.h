@@ -1,5 +1,5 @@
 // How a product is split among the threads of a pool: by its size and their number alone, so that
-// the same call gives the same bits.
+// the same call gives the same bits. And how rows are made ready for all of it.
 #pragma once
 
 #include <algorithm>

@@ -322,6 +322,32 @@ def test_prompts_of_bfloat16_stay_native_where_there_are_vectors(
     backend.close()
 
 
+@pytest.mark.parametrize("isa", _native.attention_isas())
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("block", [1, 4, 8])
+@pytest.mark.parametrize("window", [40, 95])
+def test_windows_that_begin_within_small_blocks(
+    isa: str, dtype: torch.dtype, block: int, window: int
+) -> None:
+    """Blocks that follow one another in the pool, of one KV head: their keys lie as far apart as
+    those of one long block would, with values between."""
+    torch.manual_seed(7)
+    spec = msgspec.structs.replace(make_spec(dtype, window=window), kv_heads=1)
+    k, v = torch.randn(2, 104, 1, 64).to(dtype).unbind()
+    q = torch.randn(1, 20, 64).to(dtype)
+    backend = CpuAttention(1, isa)
+    backend.allocate(PoolLayout((spec,), block, 104 // block), 20)
+    backend.append(0, k, v, torch.arange(104))
+    table = torch.arange(104 // block, dtype=torch.int32)[None]
+    for length in (101, 103, 104):
+        lengths = torch.tensor([length], dtype=torch.int32)
+        o, lse = backend.attend(0, q, torch.tensor([0, 1]).int(), table, lengths)
+        expected = attend_plain(spec, q, *(x[:length].transpose(0, 1) for x in (k, v)))
+        assert (o.float() - expected[0].float()).abs().max() <= 3 * TOLERANCE[dtype]
+        assert (lse - expected[1]).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-3)
+    backend.close()
+
+
 HEADS_TOGETHER, THEIR_GROUP = 9, 2
 PER_HEAD = {"sinks": (0.3,) * 18, "alibi_slopes": (0.01,) * 18}
 

@@ -49,8 +49,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     text = f"known name, Hugging Face directory or GGUF file (default: {model.model_path})"
     option(group, "--model", "model.model_path", text)
-    text = "of weights, arithmetic and KV cache; auto: bfloat16 on GPUs and where the processor "
-    text += f"multiplies it natively, else float32 (default: {model.dtype})"
+    text = "of weights, arithmetic and KV cache; auto: bfloat16 on GPUs, where the processor "
+    text += "multiplies it natively and, with AVX2 but no AVX-512, for models of Llama's family "
+    text += f"that are not compiled, else float32 (default: {model.dtype})"
     option(group, "--dtype", "model.dtype", text, choices=DTYPES)
     text = "of the prefill nodes, whose blocks are converted (default: as --dtype)"
     option(group, "--prefill-dtype", "model.prefill_dtype", text, choices=DTYPES)

@@ -361,12 +361,17 @@ def _native_dtype(device: str) -> str:
     """bfloat16 on GPUs and where the processor multiplies it natively, else float32."""
     if device != "cpu":
         return "bfloat16"  # every GPU that is served multiplies it
+    return "bfloat16" if cpu_multiplies_bfloat16() else "float32"
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether the processor has products of it, rather than widening its numbers first."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return "float32"
+        return False
     flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    return "bfloat16" if _CPU_BF16_FLAGS & set(flags.split()) else "float32"
+    return bool(_CPU_BF16_FLAGS & set(flags.split()))
 
 
 def _described(arch: ModelArch, config: ModelConfig) -> dict[str, Any]:
